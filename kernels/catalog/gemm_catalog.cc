@@ -1,0 +1,59 @@
+#include "kernels/catalog/gemm_catalog.h"
+
+#include <array>
+
+namespace tessera::kernels {
+namespace {
+
+constexpr GemmVariant MakeVariant(std::string_view id, std::string_view class_name, std::string_view recipe,
+                                  GemmTile tile, WorkspaceRule workspace, std::string_view source_hash) {
+  const NamedGemmClass parsed = ParseGemmClass(class_name).value();
+  return {.info = {.id = id,
+                   .class_name = class_name,
+                   .recipe = recipe,
+                   .backend = parsed.backend,
+                   .workspace = workspace,
+                   .source_hash = source_hash},
+          .gemm_class = parsed.gemm_class,
+          .tile = tile};
+}
+
+#define TESSERA_GEMM_VARIANT(symbol, id, class_name, recipe, tile_m, tile_n, tile_k, workspace, hash) \
+  MakeVariant(id, class_name, recipe, GemmTile{tile_m, tile_n, tile_k}, workspace, hash),
+constexpr GemmVariant kVariants[] = {
+#include "kernels/gemm/gemm_variants.inc"
+};
+#undef TESSERA_GEMM_VARIANT
+
+constexpr bool AccumulationIsNamedFastWithoutChoice() {
+  for (const GemmVariant& variant : kVariants) {
+    const GemmClass& c = variant.gemm_class;
+    if (!HasAccumulationChoice(c.a, c.b) && c.accumulation != Accumulation::kFast) return false;
+  }
+  return true;
+}
+static_assert(AccumulationIsNamedFastWithoutChoice(),
+              "gemm.kernels.toml: accum_choice and HasAccumulationChoice must name the same pairs");
+
+}  // namespace
+
+std::span<const GemmVariant> GemmVariants() { return kVariants; }
+
+std::optional<std::size_t> FindGemmVariant(std::string_view id) {
+  for (std::size_t i = 0; i < std::size(kVariants); ++i) {
+    if (kVariants[i].info.id == id) return i;
+  }
+  return std::nullopt;
+}
+
+std::optional<std::int64_t> GemmWorkspaceBytes(const GemmVariant& variant, std::int64_t batch, std::int64_t m,
+                                               std::int64_t n, int split) {
+  if (variant.info.workspace == WorkspaceRule::kNone) return 0;
+  std::int64_t bytes = static_cast<std::int64_t>(GemmAccumulatorBytes(variant.gemm_class));
+  for (const std::int64_t factor : {batch, m, n, static_cast<std::int64_t>(split)}) {
+    if (__builtin_mul_overflow(bytes, factor, &bytes)) return std::nullopt;
+  }
+  return bytes;
+}
+
+}  // namespace tessera::kernels

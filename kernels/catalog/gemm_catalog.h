@@ -1,0 +1,40 @@
+// The table of all GEMM variants of this build, from kernels/gemm/gemm.kernels.toml.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string_view>
+
+#include "kernels/catalog/gemm_class.h"
+#include "kernels/catalog/variant.h"
+
+namespace tessera::kernels {
+
+struct GemmTile {
+  int m = 0;
+  int n = 0;
+  int k = 0;
+};
+
+struct GemmVariant {
+  VariantInfo info;
+  GemmClass gemm_class;
+  GemmTile tile;
+};
+
+// In row order. An index into this table names a variant for kernels/launch and for metrics.
+std::span<const GemmVariant> GemmVariants();
+
+std::optional<std::size_t> FindGemmVariant(std::string_view id);
+
+// Accumulators of integer pairs are 64-bit (their sums are exact), of all others float32.
+constexpr std::size_t GemmAccumulatorBytes(const GemmClass& gemm_class) {
+  return gemm_class.a == DType::kS8 && gemm_class.b == DType::kS8 ? 8 : 4;
+}
+
+// Scratch that a launch with `split` K slices needs; nullopt if the number does not fit 63 bits.
+std::optional<std::int64_t> GemmWorkspaceBytes(const GemmVariant& variant, std::int64_t batch, std::int64_t m,
+                                               std::int64_t n, int split);
+
+}  // namespace tessera::kernels

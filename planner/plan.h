@@ -1,0 +1,35 @@
+// What the planner is told about a device, and what it answers. Free of CUDA: facts are data, so that any machine can
+// plan as any other.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+#include "kernels/catalog/variant.h"
+
+namespace tessera::planner {
+
+// Who decided, in the order in which the chain asks.
+enum class Source : std::uint8_t { kOverride, kInjected, kBuiltin, kModel, kDegraded };
+inline constexpr std::array<std::string_view, 5> kSourceNames = {"override", "injected", "builtin", "model",
+                                                                 "degraded"};
+constexpr std::string_view SourceName(Source source) { return kSourceNames[static_cast<std::size_t>(source)]; }
+
+struct DeviceFacts {
+  kernels::Backend backend = kernels::Backend::kCpu;
+  int processors = 1;                     // CPU threads, or SMs
+  std::int64_t workspace_bytes_max = 0;   // scratch that one launch may use
+};
+
+// A decision: variant and run-time shape of one launch.
+struct Plan {
+  std::size_t variant = 0;  // index in the family's catalogue
+  int split = 1;            // K slices
+  int raster = 0;
+  std::int64_t workspace_bytes = 0;
+  Source source = Source::kDegraded;
+};
+
+}  // namespace tessera::planner

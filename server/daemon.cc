@@ -1,0 +1,270 @@
+#include "server/daemon.h"
+
+#include <grpcpp/ext/proto_server_reflection_plugin.h>
+#include <grpcpp/grpcpp.h>
+#include <grpcpp/health_check_service_interface.h>
+#include <grpcpp/server_posix.h>
+#include <spdlog/spdlog.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <boost/asio/executor_work_guard.hpp>
+#include <boost/asio/io_context.hpp>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <limits>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "common/paths.h"
+#include "common/status_macros.h"
+#include "common/text.h"
+#include "kernels/catalog/gemm_catalog.h"
+#include "server/exec/cpu_device.h"
+#include "server/exec/executor.h"
+#include "server/rpc/admin_service.h"
+#include "server/rpc/compute_service.h"
+#include "server/rpc/memory_service.h"
+#include "server/rpc/rpc.h"
+#include "server/session/acceptor.h"
+#include "server/session/session_table.h"
+#include "server/session/side_channel.h"
+#include "server/session/unix_listener.h"
+#include "server/telemetry/http_server.h"
+#include "server/telemetry/metrics.h"
+
+namespace tessera::server {
+namespace {
+
+namespace asio = boost::asio;
+using namespace std::chrono_literals;
+
+constexpr const char* kServices[] = {"tessera.v1.Compute", "tessera.v1.Memory", "tessera.v1.Admin"};
+
+std::uint64_t HalfOfMemory() {
+  const long pages = ::sysconf(_SC_PHYS_PAGES);
+  const long page_bytes = ::sysconf(_SC_PAGESIZE);
+  return static_cast<std::uint64_t>(pages) / 2 * static_cast<std::uint64_t>(page_bytes);
+}
+
+SessionLimits LimitsOf(const Settings& settings) {
+  SessionLimits limits{
+      .sessions_max = static_cast<std::uint64_t>(settings.sessions_max),
+      .leases_max = static_cast<std::uint64_t>(settings.side_connections_max),
+      .buffers_per_session_max = static_cast<std::uint64_t>(settings.buffers_per_session_max),
+      .buffer_bytes_max = static_cast<std::uint64_t>(settings.buffer_bytes_max),
+      .session_buffer_bytes_max = static_cast<std::uint64_t>(settings.session_buffer_bytes_max)};
+  if (limits.buffer_bytes_max == 0) limits.buffer_bytes_max = HalfOfMemory();
+  if (limits.session_buffer_bytes_max == 0) limits.session_buffer_bytes_max = limits.buffer_bytes_max;
+  return limits;
+}
+
+MetricsOptions MetricsOptionsOf() {
+  MetricsOptions options{.version = std::string(Version()), .variants = {}};
+  for (const auto& variant : kernels::GemmVariants()) options.variants.emplace_back(variant.info.id);
+  return options;
+}
+
+std::vector<std::unique_ptr<Device>> OpenDevices(const Settings& settings) {
+  std::vector<std::unique_ptr<Device>> devices;
+  devices.push_back(MakeCpuDevice({.threads = static_cast<int>(settings.cpu_threads),
+                                   .workspace_bytes_max = settings.workspace_bytes_max}));
+  return devices;
+}
+
+// nullopt = the first capable.
+std::optional<kernels::Backend> PreferredBackend(const Settings& settings) {
+  for (std::size_t i = 0; i < std::size(kernels::kBackendNames); ++i) {
+    if (settings.backend == kernels::kBackendNames[i]) return static_cast<kernels::Backend>(i);
+  }
+  return std::nullopt;
+}
+
+std::uint32_t NewEpoch() {
+  std::uint32_t epoch = 0;
+  while (epoch == 0) epoch = RandomNonce();  // zero ids mean "none"
+  return epoch;
+}
+
+}  // namespace
+
+// Members in order of construction; destruction in reverse stops the doors first, then what is behind them.
+class Daemon::Parts {
+ public:
+  explicit Parts(const LoadedSettings& loaded)
+      : settings_(loaded.values),
+        setting_report_(loaded.report),
+        metrics_(MetricsOptionsOf()),
+        executor_(OpenDevices(settings_), PreferredBackend(settings_),
+                  {.queue_max = settings_.queue_max, .queue_per_session_max = settings_.queue_per_session_max}, metrics_),
+        sessions_(NewEpoch(), LimitsOf(settings_), metrics_, [this] { return executor_.MakeLane(); }),
+        scope_{.settings = settings_, .metrics = metrics_, .peers = peers_, .sessions = sessions_},
+        compute_(scope_, executor_),
+        memory_(scope_) {
+    metrics_.SetIsolationMode(IsolationMode::kNone);
+    if (const auto preferred = PreferredBackend(settings_);
+        preferred.has_value() && *preferred != executor_.default_backend()) {
+      spdlog::warn("backend {} is not available; calls that name none run on {}", settings_.backend,
+                   kernels::BackendName(executor_.default_backend()));
+    }
+  }
+
+  ~Parts() { Stop(); }
+
+  absl::Status Start() {
+    socket_path_ = settings_.socket.empty() ? DefaultSocketPath() : settings_.socket;
+    ASSIGN_OR_RETURN(UnixListener rpc_listener, UnixListener::Open(socket_path_, SOCK_STREAM));
+    rpc_listener_.emplace(std::move(rpc_listener));
+    ASSIGN_OR_RETURN(UnixListener side_listener, UnixListener::Open(SideChannelPath(socket_path_), SOCK_SEQPACKET));
+    side_listener_.emplace(std::move(side_listener));
+    if (!settings_.http_address.empty()) RETURN_IF_ERROR(StartHttp());
+    RETURN_IF_ERROR(StartGrpc());
+
+    rpc_acceptor_ = std::make_unique<Acceptor>(
+        io_, *rpc_listener_, [this](UniqueFd fd, const Peer& peer) { AdoptRpcConnection(std::move(fd), peer); });
+    side_acceptor_ = std::make_unique<Acceptor>(io_, *side_listener_, [this](UniqueFd fd, const Peer& peer) {
+      ServeSideConnection(io_, std::move(fd), peer, sessions_, metrics_);
+    });
+    io_thread_ = std::thread([this] { io_.run(); });
+    SetServing(true);
+    spdlog::info("tesserad {} serves at {} (side channel {}, http {}), backend {}", Version(), socket_path_,
+                 side_listener_->path(), http_ == nullptr ? "off" : http_->address(),
+                 kernels::BackendName(executor_.default_backend()));
+    return absl::OkStatus();
+  }
+
+  void RequestDrain() {
+    const std::lock_guard<std::mutex> lock(drain_mutex_);
+    if (draining_.exchange(true)) return;
+    drain_deadline_ = std::chrono::steady_clock::now() + std::chrono::seconds(settings_.drain_grace_s);
+    // Readiness before refusal: whoever watches it stops sending before anybody is turned away.
+    SetServing(false);
+    executor_.StopAccepting();
+    spdlog::info("draining: {} operations in flight, {} s grace", executor_.in_flight(), settings_.drain_grace_s);
+    drain_requested_.notify_all();
+  }
+
+  bool AwaitDrained() {
+    std::unique_lock<std::mutex> lock(drain_mutex_);
+    drain_requested_.wait(lock, [this] { return draining_.load(); });
+    const auto deadline = drain_deadline_;
+    lock.unlock();
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
+    const bool idle = executor_.AwaitIdle(std::max(left, 0ms));
+    if (!idle) spdlog::warn("grace is over with {} operations in flight", executor_.in_flight());
+    return idle;
+  }
+
+  const std::string& socket() const { return socket_path_; }
+  std::string http_address() const { return http_ == nullptr ? "" : http_->address(); }
+
+ private:
+  absl::Status StartHttp() {
+    ASSIGN_OR_RETURN(http_, HttpServer::Start({.address = settings_.http_address,
+                                               .metrics = [this] { return metrics_.Serialize(); },
+                                               .alive = [] { return true; },
+                                               .not_ready_reason = [this]() -> std::string {
+                                                 if (draining_.load()) return "draining";
+                                                 return serving_.load() ? "" : "starting";
+                                               }}));
+    return absl::OkStatus();
+  }
+
+  absl::Status StartGrpc() {
+    admin_.emplace(scope_, executor_,
+                   AdminScope{.socket = socket_path_,
+                              .side_channel = side_listener_->path(),
+                              .http_address = http_address(),
+                              .setting_report = setting_report_,
+                              .draining = [this] { return draining_.load(); },
+                              .drain = [this] { RequestDrain(); }});
+    grpc::EnableDefaultHealthCheckService(true);
+    grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+    grpc::ServerBuilder builder;
+    builder.SetMaxReceiveMessageSize(static_cast<int>(settings_.message_bytes_max));
+    builder.SetMaxSendMessageSize(static_cast<int>(settings_.message_bytes_max));
+    // A client may keep its connection alive during a long call; gRPC's default would answer with GOAWAY.
+    builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 5000);
+    builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+    builder.RegisterService(&compute_);
+    builder.RegisterService(&memory_);
+    builder.RegisterService(&*admin_);
+    grpc_server_ = builder.BuildAndStart();
+    if (grpc_server_ == nullptr) return absl::InternalError("the gRPC server did not start");
+    return absl::OkStatus();
+  }
+
+  void AdoptRpcConnection(UniqueFd fd, const Peer& peer) {
+    auto number = peers_.Adopt(fd.get(), peer);
+    if (!number.ok()) {
+      spdlog::error("connection of {} refused: {}", peer.Principal(), MessageOf(number.status()));
+      return;
+    }
+    grpc::AddInsecureChannelFromFd(grpc_server_.get(), *number);  // owns the number from here on
+  }
+
+  void SetServing(bool serving) {
+    serving_.store(serving);
+    metrics_.SetReady(serving);
+    grpc::HealthCheckServiceInterface* health = grpc_server_->GetHealthCheckService();
+    for (const char* service : kServices) health->SetServingStatus(service, serving);
+    health->SetServingStatus(serving);
+  }
+
+  void Stop() {
+    io_.stop();
+    if (io_thread_.joinable()) io_thread_.join();
+    if (grpc_server_ != nullptr) {
+      grpc_server_->Shutdown(std::chrono::system_clock::now() + 1s);
+      grpc_server_->Wait();
+    }
+    sessions_.EndAllSessions(SessionEnd::kDrained);
+  }
+
+  const Settings settings_;
+  const std::vector<SettingValue> setting_report_;
+  Metrics metrics_;
+  PeerRegistry peers_;
+  Executor executor_;
+  SessionTable sessions_;
+  RpcScope scope_;
+  ComputeService compute_;
+  MemoryService memory_;
+  std::optional<AdminService> admin_;
+  std::string socket_path_;
+  std::optional<UnixListener> rpc_listener_;
+  std::optional<UnixListener> side_listener_;
+  std::unique_ptr<grpc::Server> grpc_server_;
+  std::unique_ptr<HttpServer> http_;
+  asio::io_context io_{1};
+  std::unique_ptr<Acceptor> rpc_acceptor_;
+  std::unique_ptr<Acceptor> side_acceptor_;
+  std::thread io_thread_;
+
+  std::atomic<bool> serving_{false};
+  std::atomic<bool> draining_{false};
+  std::mutex drain_mutex_;
+  std::condition_variable drain_requested_;
+  std::chrono::steady_clock::time_point drain_deadline_;  // guarded by drain_mutex_
+};
+
+absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const LoadedSettings& settings) {
+  auto parts = std::make_unique<Parts>(settings);
+  RETURN_IF_ERROR(parts->Start());
+  return std::unique_ptr<Daemon>(new Daemon(std::move(parts)));
+}
+
+Daemon::Daemon(std::unique_ptr<Parts> parts) : parts_(std::move(parts)) {}
+Daemon::~Daemon() = default;
+
+void Daemon::RequestDrain() { parts_->RequestDrain(); }
+bool Daemon::AwaitDrained() { return parts_->AwaitDrained(); }
+const std::string& Daemon::socket() const { return parts_->socket(); }
+std::string Daemon::http_address() const { return parts_->http_address(); }
+
+}  // namespace tessera::server

@@ -1,0 +1,40 @@
+// The daemon: builds every part from the settings, starts serving, drains, stops. main() and the end-to-end tests run
+// the same object.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "server/config/settings.h"
+
+namespace tessera::server {
+
+class Daemon {
+ public:
+  // Serves when this returns. Errors name what could not be had (socket, HTTP port) and what to do.
+  static absl::StatusOr<std::unique_ptr<Daemon>> Start(const LoadedSettings& settings);
+
+  // Stops at once; running operations still finish.
+  ~Daemon();
+  Daemon(const Daemon&) = delete;
+  Daemon& operator=(const Daemon&) = delete;
+
+  // Begins to drain and returns: readiness and health drop first, then new work is refused, running work finishes.
+  // Thread-safe; calling it again does nothing.
+  void RequestDrain();
+
+  // Returns once the daemon has drained, or the setting drain_grace_s has passed since RequestDrain. True = everything
+  // that was accepted has finished.
+  bool AwaitDrained();
+
+  const std::string& socket() const;
+  std::string http_address() const;  // with the real port; empty if off
+
+ private:
+  class Parts;
+  explicit Daemon(std::unique_ptr<Parts> parts);
+  const std::unique_ptr<Parts> parts_;
+};
+
+}  // namespace tessera::server

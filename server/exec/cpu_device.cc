@@ -1,0 +1,176 @@
+#include "server/exec/cpu_device.h"
+
+#include <algorithm>
+#include <atomic>
+#include <boost/asio/post.hpp>
+#include <boost/asio/strand.hpp>
+#include <boost/asio/thread_pool.hpp>
+#include <condition_variable>
+#include <chrono>
+#include <cstdlib>
+#include <mutex>
+#include <new>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace tessera::server {
+namespace {
+
+namespace asio = boost::asio;
+using Clock = std::chrono::steady_clock;
+
+std::uint64_t NanosecondsSince(Clock::time_point start) {
+  return static_cast<std::uint64_t>(
+      std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count());
+}
+
+// One parallel loop. Helpers that arrive after the last task was taken leave without touching `body` or `arg`, which
+// belong to the caller's stack; the state itself is shared so that such a late helper finds it alive.
+class ParallelLoop {
+ public:
+  ParallelLoop(std::int64_t tasks, int width, void (*body)(void*, std::int64_t), void* arg)
+      : tasks_(tasks), chunk_(std::max<std::int64_t>(1, tasks / (std::int64_t{8} * width))), body_(body), arg_(arg) {}
+
+  void Work() {
+    while (true) {
+      const std::int64_t begin = next_.fetch_add(chunk_, std::memory_order_relaxed);
+      if (begin >= tasks_) return;
+      const std::int64_t end = std::min(tasks_, begin + chunk_);
+      for (std::int64_t task = begin; task < end; ++task) body_(arg_, task);
+      const std::lock_guard<std::mutex> lock(mutex_);
+      finished_ += end - begin;
+      if (finished_ == tasks_) all_finished_.notify_one();
+    }
+  }
+
+  void AwaitAll() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    all_finished_.wait(lock, [this] { return finished_ == tasks_; });
+  }
+
+ private:
+  const std::int64_t tasks_;
+  const std::int64_t chunk_;  // eight chunks a thread: even enough, and few trips through the mutex
+  void (*const body_)(void*, std::int64_t);
+  void* const arg_;
+  std::atomic<std::int64_t> next_{0};
+  std::mutex mutex_;
+  std::condition_variable all_finished_;
+  std::int64_t finished_ = 0;
+};
+
+// Scratch memory of one stream; grows to the largest plan it has seen, which the plan's limit bounds.
+class Arena {
+ public:
+  Arena() = default;
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+  ~Arena() { std::free(data_); }
+
+  // Null on exhaustion.
+  void* Ensure(std::size_t bytes) {
+    if (bytes <= bytes_) return data_;
+    std::free(data_);
+    bytes_ = (bytes + kernels::kWorkspaceAlignment - 1) / kernels::kWorkspaceAlignment * kernels::kWorkspaceAlignment;
+    data_ = std::aligned_alloc(kernels::kWorkspaceAlignment, bytes_);
+    if (data_ == nullptr) bytes_ = 0;
+    return data_;
+  }
+
+ private:
+  void* data_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+class CpuStream final : public Stream, public std::enable_shared_from_this<CpuStream> {
+ public:
+  CpuStream(asio::thread_pool& pool, kernels::HostParallel parallel)
+      : strand_(asio::make_strand(pool)), parallel_(parallel) {}
+
+  void Enqueue(Job job) override {
+    asio::post(strand_, [self = shared_from_this(), job = std::move(job), accepted = Clock::now()]() mutable {
+      self->Run(job, accepted);
+      job = Job{};  // release what the callbacks hold before the stream takes its next job
+    });
+  }
+
+ private:
+  void Run(const Job& job, Clock::time_point accepted) {
+    JobResult result;
+    result.queue_ns = NanosecondsSince(accepted);
+    result.status = job.admit();
+    if (result.status.ok()) Launch(job, result);
+    job.done(result);
+  }
+
+  void Launch(const Job& job, JobResult& result) {
+    kernels::LaunchContext context{.parallel = parallel_};
+    if (job.workspace_bytes > 0) {
+      context.workspace.bytes = static_cast<std::size_t>(job.workspace_bytes);
+      context.workspace.scratch = arena_.Ensure(context.workspace.bytes);
+      if (context.workspace.scratch == nullptr) {
+        result.status = absl::ResourceExhaustedError(
+            absl::StrCat("the machine has no memory for a workspace of ", job.workspace_bytes, " bytes"));
+        return;
+      }
+    }
+    const Clock::time_point start = Clock::now();
+    result.launched = true;
+    const kernels::LaunchError error = job.launch(context);
+    result.run_ns = NanosecondsSince(start);
+    if (error != kernels::kLaunchOk) {
+      result.status = absl::InternalError(absl::StrCat("launch failed with error ", error));
+    }
+  }
+
+  asio::strand<asio::thread_pool::executor_type> strand_;
+  const kernels::HostParallel parallel_;
+  Arena arena_;  // touched only on the strand
+};
+
+class CpuDevice final : public Device {
+ public:
+  CpuDevice(int threads, std::int64_t workspace_bytes_max)
+      : facts_{.backend = kernels::Backend::kCpu,
+               .processors = threads,
+               .workspace_bytes_max = workspace_bytes_max},
+        pool_(static_cast<std::size_t>(threads)) {}
+
+  ~CpuDevice() override { pool_.join(); }
+
+  const planner::DeviceFacts& facts() const override { return facts_; }
+  std::string Describe() const override { return absl::StrCat(facts_.processors, " threads"); }
+
+  std::shared_ptr<Stream> OpenStream() override {
+    return std::make_shared<CpuStream>(
+        pool_, kernels::HostParallel{.run = &CpuDevice::RunParallel, .self = this, .width = facts_.processors});
+  }
+
+ private:
+  static void RunParallel(void* self, std::int64_t tasks, void (*body)(void*, std::int64_t), void* arg) {
+    static_cast<CpuDevice*>(self)->ParallelFor(tasks, body, arg);
+  }
+
+  void ParallelFor(std::int64_t tasks, void (*body)(void*, std::int64_t), void* arg) {
+    auto loop = std::make_shared<ParallelLoop>(tasks, facts_.processors, body, arg);
+    const auto helpers = std::min<std::int64_t>(facts_.processors - 1, tasks - 1);
+    for (std::int64_t i = 0; i < helpers; ++i) asio::post(pool_, [loop] { loop->Work(); });
+    loop->Work();
+    loop->AwaitAll();
+  }
+
+  const planner::DeviceFacts facts_;
+  asio::thread_pool pool_;
+};
+
+}  // namespace
+
+std::unique_ptr<Device> MakeCpuDevice(const CpuDeviceOptions& options) {
+  const int hardware = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  return std::make_unique<CpuDevice>(options.threads > 0 ? options.threads : hardware, options.workspace_bytes_max);
+}
+
+}  // namespace tessera::server

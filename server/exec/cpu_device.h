@@ -1,0 +1,19 @@
+// The CPU as a device: a fixed pool of threads, streams as strands over it. Work never runs on RPC threads.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "server/exec/device.h"
+
+namespace tessera::server {
+
+struct CpuDeviceOptions {
+  int threads = 0;  // 0 = one per hardware thread
+  std::int64_t workspace_bytes_max = 0;
+};
+
+// The device's destructor waits for queued jobs.
+std::unique_ptr<Device> MakeCpuDevice(const CpuDeviceOptions& options);
+
+}  // namespace tessera::server

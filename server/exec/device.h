@@ -1,0 +1,48 @@
+// What the executor asks of a device, CPU or GPU: in-order streams that launch jobs and report their completion.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "kernels/launch/launch.h"
+#include "planner/plan.h"
+
+namespace tessera::server {
+
+struct JobResult {
+  absl::Status status;          // OK: outputs are written
+  bool launched = false;        // false: nothing ran, outputs are untouched
+  std::uint64_t queue_ns = 0;   // from Enqueue to launch, or to the refusal
+  std::uint64_t run_ns = 0;     // on the device
+};
+
+// One launch. Callbacks run on device threads, never on the caller's, and must not block.
+struct Job {
+  std::int64_t workspace_bytes = 0;
+  // Asked once, right before the launch; an error drops the job with that status.
+  std::function<absl::Status()> admit;
+  std::function<kernels::LaunchError(const kernels::LaunchContext&)> launch;
+  // Called exactly once, whatever happens, after everything the job touches is idle.
+  std::function<void(const JobResult&)> done;
+};
+
+// Jobs of one stream run in the order they were enqueued; streams run side by side. Thread-safe. A stream may be
+// dropped while jobs are queued: they still run or are refused by `admit`, and `done` is called.
+class Stream {
+ public:
+  virtual ~Stream() = default;
+  virtual void Enqueue(Job job) = 0;
+};
+
+class Device {
+ public:
+  virtual ~Device() = default;
+  virtual const planner::DeviceFacts& facts() const = 0;
+  virtual std::string Describe() const = 0;  // one line for operators
+  virtual std::shared_ptr<Stream> OpenStream() = 0;
+};
+
+}  // namespace tessera::server

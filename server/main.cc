@@ -1,0 +1,80 @@
+// tesserad: reads its settings, serves until SIGTERM, SIGINT or Admin.Drain, drains, exits 0.
+
+#include <pthread.h>
+#include <signal.h>
+#include <spdlog/spdlog.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "common/text.h"
+#include "server/config/settings.h"
+#include "server/daemon.h"
+#include "server/telemetry/log.h"
+
+namespace tessera::server {
+namespace {
+
+constexpr int kExitUnfinished = 3;  // grace was over before all work had finished
+
+sigset_t BlockTerminationSignals() {
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGTERM);
+  sigaddset(&signals, SIGINT);
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);  // inherited by every thread that starts later
+  return signals;
+}
+
+int Serve(const LoadedSettings& settings) {
+  if (absl::Status status = InitLogging(settings.values.log_level, settings.values.log_format); !status.ok()) {
+    std::fprintf(stderr, "tesserad: %s\n", MessageOf(status).c_str());
+    return EXIT_FAILURE;
+  }
+  for (const std::string& warning : settings.warnings) spdlog::warn("{}", warning);
+  const sigset_t signals = BlockTerminationSignals();
+  ::signal(SIGPIPE, SIG_IGN);
+
+  auto daemon = Daemon::Start(settings);
+  if (!daemon.ok()) {
+    spdlog::error("cannot start: {}", MessageOf(daemon.status()));
+    return EXIT_FAILURE;
+  }
+  // The first signal drains; a second one ends the process at once.
+  std::thread([&signals, drain = daemon->get()] {
+    int number = 0;
+    sigwait(&signals, &number);
+    spdlog::info("signal {}", strsignal(number));
+    drain->RequestDrain();
+    sigwait(&signals, &number);
+    _exit(128 + number);
+  }).detach();
+
+  const bool finished = (*daemon)->AwaitDrained();
+  daemon->reset();
+  spdlog::info(finished ? "drained" : "stopped with work unfinished");
+  return finished ? EXIT_SUCCESS : kExitUnfinished;
+}
+
+}  // namespace
+}  // namespace tessera::server
+
+int main(int argc, char** argv) {
+  using namespace tessera;
+  const std::vector<std::string> args(argv + 1, argv + argc);
+  const std::vector<std::string> environment = server::ProcessEnvironmentNames();
+  auto command_line = server::ParseCommandLine(args, server::ProcessEnvironment, environment);
+  if (!command_line.ok()) {
+    std::fprintf(stderr, "tesserad: %s\n", MessageOf(command_line.status()).c_str());
+    return EXIT_FAILURE;
+  }
+  if (command_line->action == server::CommandLine::Action::kExit) {
+    std::fputs(command_line->output.c_str(), command_line->exit_code == 0 ? stdout : stderr);
+    return command_line->exit_code;
+  }
+  return server::Serve(command_line->settings);
+}

@@ -1,0 +1,98 @@
+#include "server/rpc/compute_service.h"
+
+#include <atomic>
+#include <chrono>
+#include <utility>
+
+#include "common/status_macros.h"
+#include "common/text.h"
+#include "server/rpc/decode.h"
+
+namespace tessera::server {
+namespace {
+
+void FillReport(const OperationReport& from, bool profile, v1::OpReport& to) {
+  const auto set = [](std::string* text, std::string_view value) { text->assign(value.data(), value.size()); };
+  set(to.mutable_variant(), from.variant);
+  set(to.mutable_backend(), kernels::BackendName(from.backend));
+  if (!from.variant.empty()) set(to.mutable_source(), planner::SourceName(from.source));
+  to.set_split(static_cast<std::uint32_t>(from.split));
+  to.set_flops(from.flops);
+  if (!profile) return;
+  to.mutable_timing()->set_queue_ns(from.queue_ns);
+  to.mutable_timing()->set_plan_ns(from.plan_ns);
+  to.mutable_timing()->set_run_ns(from.run_ns);
+}
+
+// One Gemm call. gRPC keeps context, request and reply alive until Finish, and calls OnDone once after it.
+class GemmReactor final : public grpc::ServerUnaryReactor {
+ public:
+  GemmReactor(grpc::CallbackServerContext* context, const v1::GemmRequest* request, v1::GemmReply* reply,
+              RpcScope& scope, Executor& executor)
+      : context_(*context), request_(*request), reply_(*reply), scope_(scope), executor_(executor) {}
+
+  void Start() {
+    if (absl::Status status = Submit(); !status.ok()) Complete(status);
+  }
+
+  void OnCancel() override { cancelled_.store(true, std::memory_order_release); }
+  void OnDone() override { delete this; }
+
+ private:
+  // Decode, bind, hand over. An error means that nothing was handed over.
+  absl::Status Submit() {
+    ASSIGN_OR_RETURN(const Peer peer, scope_.PeerOf(context_));
+    Operation operation;
+    ASSIGN_OR_RETURN(operation.session, scope_.SessionOf(context_, peer));
+    ASSIGN_OR_RETURN(const DecodedOptions options, DecodeOptions(request_.options()));
+    ASSIGN_OR_RETURN(const GemmCall call, DecodeGemm(request_.op()));
+    const BindScope bind_scope{.sessions = &scope_.sessions,
+                               .session = operation.session.get(),
+                               .inline_result = reply_.mutable_inline_result(),
+                               .inline_bytes_max = static_cast<std::uint64_t>(scope_.settings.inline_bytes_max),
+                               .metrics = &scope_.metrics};
+    ASSIGN_OR_RETURN(operation.gemm, BindGemm(call, bind_scope));
+    operation.backend = options.backend;
+    operation.still_wanted = [this] { return StillWanted(); };
+    operation.done = [this, profile = options.profile](const absl::Status& status, const OperationReport& report) {
+      if (status.ok()) FillReport(report, profile, *reply_.mutable_report());
+      Complete(status);
+    };
+    executor_.Submit(std::move(operation));
+    return absl::OkStatus();
+  }
+
+  absl::Status StillWanted() const {
+    if (std::chrono::system_clock::now() >= context_.deadline()) {
+      return absl::DeadlineExceededError("the deadline passed before the launch; nothing ran");
+    }
+    if (cancelled_.load(std::memory_order_acquire)) return absl::CancelledError("cancelled before the launch");
+    return absl::OkStatus();
+  }
+
+  // The reactor may be gone when this returns.
+  void Complete(const absl::Status& status) {
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start_;
+    scope_.metrics.RpcFinished(RpcMethod::kComputeGemm, static_cast<int>(status.code()), seconds.count());
+    Finish(ToGrpc(status));
+  }
+
+  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+  grpc::CallbackServerContext& context_;
+  const v1::GemmRequest& request_;
+  v1::GemmReply& reply_;
+  RpcScope& scope_;
+  Executor& executor_;
+  std::atomic<bool> cancelled_{false};
+};
+
+}  // namespace
+
+grpc::ServerUnaryReactor* ComputeService::Gemm(grpc::CallbackServerContext* context, const v1::GemmRequest* request,
+                                               v1::GemmReply* reply) {
+  auto* reactor = new GemmReactor(context, request, reply, scope_, executor_);
+  reactor->Start();
+  return reactor;
+}
+
+}  // namespace tessera::server

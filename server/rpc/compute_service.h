@@ -1,0 +1,22 @@
+// tessera.v1.Compute over the executor.
+#pragma once
+
+#include "server/exec/executor.h"
+#include "server/rpc/rpc.h"
+#include "tessera/v1/compute.grpc.pb.h"
+
+namespace tessera::server {
+
+class ComputeService final : public v1::Compute::CallbackService {
+ public:
+  ComputeService(RpcScope& scope, Executor& executor) : scope_(scope), executor_(executor) {}
+
+  grpc::ServerUnaryReactor* Gemm(grpc::CallbackServerContext* context, const v1::GemmRequest* request,
+                                 v1::GemmReply* reply) override;
+
+ private:
+  RpcScope& scope_;
+  Executor& executor_;
+};
+
+}  // namespace tessera::server

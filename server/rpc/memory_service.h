@@ -1,0 +1,31 @@
+// tessera.v1.Memory over the session table.
+#pragma once
+
+#include "server/rpc/rpc.h"
+#include "tessera/v1/memory.grpc.pb.h"
+
+namespace tessera::server {
+
+class MemoryService final : public v1::Memory::CallbackService {
+ public:
+  explicit MemoryService(RpcScope& scope) : scope_(scope) {}
+
+  grpc::ServerUnaryReactor* OpenSession(grpc::CallbackServerContext* context, const v1::OpenSessionRequest* request,
+                                        v1::OpenSessionReply* reply) override;
+  grpc::ServerUnaryReactor* CloseSession(grpc::CallbackServerContext* context, const v1::CloseSessionRequest* request,
+                                         v1::CloseSessionReply* reply) override;
+  grpc::ServerUnaryReactor* ImportBuffer(grpc::CallbackServerContext* context, const v1::ImportBufferRequest* request,
+                                         v1::ImportBufferReply* reply) override;
+  grpc::ServerUnaryReactor* AllocateBuffer(grpc::CallbackServerContext* context,
+                                           const v1::AllocateBufferRequest* request,
+                                           v1::AllocateBufferReply* reply) override;
+  grpc::ServerUnaryReactor* ReleaseBuffer(grpc::CallbackServerContext* context, const v1::ReleaseBufferRequest* request,
+                                          v1::ReleaseBufferReply* reply) override;
+  grpc::ServerUnaryReactor* ListBuffers(grpc::CallbackServerContext* context, const v1::ListBuffersRequest* request,
+                                        v1::ListBuffersReply* reply) override;
+
+ private:
+  RpcScope& scope_;
+};
+
+}  // namespace tessera::server

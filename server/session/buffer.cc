@@ -1,0 +1,169 @@
+#include "server/session/buffer.h"
+
+#include <fcntl.h>
+#include <linux/magic.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#include <limits>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "common/status_macros.h"
+#include "common/text.h"
+
+namespace tessera::server {
+namespace {
+
+// The checks that make a client's descriptor safe to map: its size cannot fall under a reader (SIGBUS), and its pages
+// are ordinary memory (a huge-page memfd can fault for lack of pages after the mapping succeeded).
+absl::Status CheckMemfd(int fd) {
+  const int seals = ::fcntl(fd, F_GET_SEALS);
+  if (seals < 0) {
+    return absl::InvalidArgumentError("descriptor: not a memfd; create one with memfd_create(.., MFD_ALLOW_SEALING)");
+  }
+  struct statfs filesystem {};
+  if (::fstatfs(fd, &filesystem) != 0) return ErrnoStatus(absl::StatusCode::kInvalidArgument, "descriptor: fstatfs");
+  if (filesystem.f_type != TMPFS_MAGIC) {
+    return absl::InvalidArgumentError("descriptor: huge-page memfds are not taken; create it without MFD_HUGETLB");
+  }
+  if ((seals & F_SEAL_SHRINK) == 0) {
+    return absl::InvalidArgumentError("descriptor: the memfd is not sealed; add F_SEAL_SHRINK before passing it");
+  }
+  if ((seals & (F_SEAL_WRITE | F_SEAL_FUTURE_WRITE)) != 0) {
+    return absl::InvalidArgumentError("descriptor: the memfd is sealed against writing; pass it without F_SEAL_WRITE");
+  }
+  if ((::fcntl(fd, F_GETFL) & O_ACCMODE) != O_RDWR) {
+    return absl::InvalidArgumentError("descriptor: open for reading and writing is needed");
+  }
+  return absl::OkStatus();
+}
+
+std::uint64_t PageBytes() { return static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE)); }
+
+}  // namespace
+
+ByteBudget::ByteBudget(Limit limit, std::uint64_t bytes_max, Metrics& metrics, std::shared_ptr<ByteBudget> parent)
+    : limit_(limit), bytes_max_(bytes_max), metrics_(metrics), parent_(std::move(parent)) {}
+
+absl::Status ByteBudget::Reserve(std::uint64_t bytes) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (bytes > bytes_max_ - used_) {
+      metrics_.Refused(limit_);
+      return absl::ResourceExhaustedError(absl::StrCat(Av(LabelText(limit_)), ": ", bytes, " bytes asked for, ",
+                                                       bytes_max_ - used_, " of ", bytes_max_, " left"));
+    }
+    used_ += bytes;
+  }
+  if (parent_ == nullptr) return absl::OkStatus();
+  absl::Status status = parent_->Reserve(bytes);
+  if (!status.ok()) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    used_ -= bytes;
+  }
+  return status;
+}
+
+void ByteBudget::Return(std::uint64_t bytes) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    used_ -= bytes;
+  }
+  if (parent_ != nullptr) parent_->Return(bytes);
+}
+
+std::uint64_t ByteBudget::used() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return used_;
+}
+
+absl::StatusOr<std::shared_ptr<Buffer>> Buffer::Import(UniqueFd fd, std::uint64_t byte_offset, std::uint64_t bytes,
+                                                       std::shared_ptr<ByteBudget> budget) {
+  RETURN_IF_ERROR(CheckMemfd(fd.get()));
+  struct stat file {};
+  if (::fstat(fd.get(), &file) != 0) return ErrnoStatus(absl::StatusCode::kInvalidArgument, "descriptor: fstat");
+  const auto size = static_cast<std::uint64_t>(file.st_size);
+  if (byte_offset > size) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("byte_offset: ", byte_offset, " is past the memfd's ", size, " bytes"));
+  }
+  if (bytes == 0) bytes = size - byte_offset;
+  if (bytes == 0) return absl::InvalidArgumentError("bytes: the memfd is empty from byte_offset on");
+  if (bytes > size - byte_offset) {
+    return absl::InvalidArgumentError(absl::StrCat("bytes: ", bytes, " from byte_offset ", byte_offset,
+                                                   " pass the end of the memfd's ", size, " bytes"));
+  }
+  RETURN_IF_ERROR(budget->Reserve(bytes));
+  std::shared_ptr<Buffer> buffer(new Buffer());
+  buffer->budget_ = std::move(budget);
+  buffer->bytes_ = bytes;
+  buffer->origin_ = BufferOrigin::kImported;
+  buffer->memory_ = {.device = file.st_dev, .inode = file.st_ino};
+  RETURN_IF_ERROR(buffer->Map(fd.get(), byte_offset));
+  return buffer;
+}
+
+absl::StatusOr<std::shared_ptr<Buffer>> Buffer::Allocate(std::uint64_t bytes, std::shared_ptr<ByteBudget> budget) {
+  if (bytes == 0) return absl::InvalidArgumentError("bytes: must be at least 1");
+  RETURN_IF_ERROR(budget->Reserve(bytes));
+  std::shared_ptr<Buffer> buffer(new Buffer());
+  buffer->budget_ = std::move(budget);
+  buffer->bytes_ = bytes;
+  buffer->fd_ = UniqueFd(::memfd_create("tessera-buffer", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!buffer->fd_) return ErrnoStatus(absl::StatusCode::kResourceExhausted, "memfd_create");
+  if (bytes > static_cast<std::uint64_t>(std::numeric_limits<off_t>::max()) ||
+      ::ftruncate(buffer->fd_.get(), static_cast<off_t>(bytes)) != 0) {
+    return ErrnoStatus(absl::StatusCode::kResourceExhausted, absl::StrCat("memory of ", bytes, " bytes"));
+  }
+  if (::fcntl(buffer->fd_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    return ErrnoStatus(absl::StatusCode::kInternal, "sealing a memfd");
+  }
+  struct stat file {};
+  if (::fstat(buffer->fd_.get(), &file) != 0) return ErrnoStatus(absl::StatusCode::kInternal, "fstat of a memfd");
+  buffer->memory_ = {.device = file.st_dev, .inode = file.st_ino};
+  RETURN_IF_ERROR(buffer->Map(buffer->fd_.get(), 0));
+  return buffer;
+}
+
+absl::Status Buffer::Map(int fd, std::uint64_t byte_offset) {
+  const std::uint64_t lead = byte_offset % PageBytes();
+  mapping_bytes_ = bytes_ + lead;
+  void* mapping = ::mmap(nullptr, mapping_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd,
+                         static_cast<off_t>(byte_offset - lead));
+  if (mapping == MAP_FAILED) {
+    return ErrnoStatus(absl::StatusCode::kResourceExhausted, absl::StrCat("mapping ", bytes_, " bytes"));
+  }
+  mapping_ = mapping;
+  data_ = static_cast<std::byte*>(mapping) + lead;
+  memory_offset_ = byte_offset;
+  return absl::OkStatus();
+}
+
+Buffer::~Buffer() {
+  if (mapping_ != nullptr) ::munmap(mapping_, mapping_bytes_);
+  budget_->Return(bytes_);
+}
+
+BufferPin::BufferPin(std::shared_ptr<Buffer> buffer) : buffer_(std::move(buffer)) {
+  buffer_->users_.fetch_add(1, std::memory_order_relaxed);
+}
+
+BufferPin& BufferPin::operator=(BufferPin&& other) noexcept {
+  if (this != &other) {
+    Unpin();
+    buffer_ = std::move(other.buffer_);
+  }
+  return *this;
+}
+
+BufferPin::~BufferPin() { Unpin(); }
+
+void BufferPin::Unpin() {
+  if (buffer_ != nullptr) buffer_->users_.fetch_sub(1, std::memory_order_relaxed);
+  buffer_.reset();
+}
+
+}  // namespace tessera::server

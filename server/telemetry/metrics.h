@@ -1,0 +1,87 @@
+// The daemon's metrics behind verbs that say what happened. Which metrics and labels exist is the table metrics.def;
+// this file adds what each event means for them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "kernels/catalog/variant.h"
+#include "planner/plan.h"
+
+namespace tessera::server {
+
+// The label vocabularies: one enum class and its texts per TESSERA_LABEL row.
+#define TESSERA_VALUE(constant, text) constant,
+#define TESSERA_LABEL(type, label, values)   \
+  enum class type : std::uint8_t { values }; \
+  std::string_view LabelText(type value);
+#define TESSERA_RUNTIME_LABEL(type, label, values) enum class type : std::size_t {};
+#include "server/telemetry/metrics.def"
+
+struct MetricsOptions {
+  std::string version;
+  std::vector<std::string> variants;  // VariantLabel{i} stands for variants[i]
+};
+
+// How one accepted operation ended.
+struct OperationSample {
+  OpFamily op = OpFamily::kGemm;
+  kernels::Backend backend = kernels::Backend::kCpu;
+  OperationOutcome outcome = OperationOutcome::kOk;
+  bool launched = false;     // whether OperationLaunched was called for it
+  double queue_seconds = 0;  // from acceptance to launch or refusal
+  double run_seconds = 0;    // on the device; ignored unless launched
+  std::uint64_t flops = 0;   // counted only for kOk
+};
+
+// Every series exists, at zero, from construction on, and none is added later. Thread-safe; verbs neither lock nor
+// allocate nor look anything up by name.
+class Metrics {
+ public:
+  explicit Metrics(const MetricsOptions& options);
+  ~Metrics();
+  Metrics(const Metrics&) = delete;
+  Metrics& operator=(const Metrics&) = delete;
+
+  void SetReady(bool ready);
+  void SetIsolationMode(IsolationMode mode);
+
+  void RpcFinished(RpcMethod method, int code, double seconds);  // a code that is none of the 17 counts as UNKNOWN
+  void Refused(Limit limit);
+
+  void SessionOpened();
+  void SessionEnded(SessionEnd reason);
+  void SideConnectionOpened();
+  void SideConnectionClosed();
+  void SideMessageReceived(SideMessage kind);
+  void BufferAdded(BufferOrigin origin, std::uint64_t bytes);
+  void BufferRemoved(BufferOrigin origin, std::uint64_t bytes);
+
+  // The life of an operation: accepted, launched unless refused or empty, finished; each at most once.
+  void OperationAccepted();
+  void OperationLaunched();
+  void OperationFinished(const OperationSample& sample);
+
+  void PlannerDecided(OpFamily op, planner::Source source);
+  void PlannerRefused(OpFamily op);
+  void KernelLaunched(VariantLabel variant);  // an unknown label counts as `other`
+
+  // The label of a catalogue id, `other` if it is not one of the options'. A search by name: resolve once, keep it.
+  VariantLabel FindVariant(std::string_view id) const;
+
+  // All metrics in the Prometheus text format 0.0.4. Reads the process gauges first.
+  std::string Serialize() const;
+
+ private:
+  struct Table;
+  const std::unique_ptr<Table> table_;
+};
+
+// The metrics and the vocabularies of their labels as Markdown tables.
+std::string MetricsMarkdown();
+
+}  // namespace tessera::server

@@ -1,0 +1,296 @@
+// What a scrape shows: every series at zero before any event, what each verb moves, and that nothing ever adds a
+// series.
+#include "server/telemetry/metrics.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <random>
+#include <set>
+#include <sstream>
+#include <thread>
+
+#include "absl/status/status.h"
+#include "server/config/settings.h"
+
+namespace tessera::server {
+namespace {
+
+using Samples = std::map<std::string, double>;  // by name and labels, as printed
+
+const MetricsOptions kOptions = {.version = "1.2.3", .variants = {"gemm.cpu.a/blocked", "gemm.cpu.a/reference"}};
+
+Samples Scrape(const Metrics& metrics) {
+  Samples samples;
+  std::istringstream lines(metrics.Serialize());
+  for (std::string line; std::getline(lines, line);) {
+    if (line.starts_with('#')) continue;
+    const std::size_t space = line.rfind(' ');
+    EXPECT_TRUE(samples.emplace(line.substr(0, space), std::stod(line.substr(space + 1))).second) << "twice: " << line;
+  }
+  return samples;
+}
+
+// What `act` changed in a new Metrics, process gauges aside.
+template <typename Act>
+Samples ChangesOf(const Act& act) {
+  Metrics metrics(kOptions);
+  const Samples before = Scrape(metrics);
+  act(metrics);
+  Samples changes;
+  for (const auto& [name, value] : Scrape(metrics)) {
+    EXPECT_TRUE(before.contains(name)) << "new series: " << name;
+    if (!name.starts_with("tessera_process_") && value != before.at(name)) changes[name] = value - before.at(name);
+  }
+  return changes;
+}
+
+std::size_t CountOf(const Samples& samples, std::string_view prefix) {
+  return static_cast<std::size_t>(std::count_if(samples.begin(), samples.end(),
+                                                [&](const auto& sample) { return sample.first.starts_with(prefix); }));
+}
+
+TEST(MetricsTest, EverySeriesIsThereAtZeroBeforeAnyEvent) {
+  const Samples samples = Scrape(Metrics(kOptions));
+  for (const auto& [name, value] : samples) {
+    EXPECT_TRUE(name.starts_with("tessera_")) << name;
+    if (name.starts_with("tessera_build_info") || name.starts_with("tessera_process_")) {
+      EXPECT_GT(value, 0) << name;
+    } else {
+      EXPECT_EQ(value, 0) << name;
+    }
+  }
+  EXPECT_TRUE(samples.contains("tessera_build_info{version=\"1.2.3\"}"));
+  EXPECT_EQ(CountOf(samples, "tessera_rpcs_total{"), 11 * 17);
+  EXPECT_EQ(CountOf(samples, "tessera_operations_total{"), 3 * 4);
+  EXPECT_EQ(CountOf(samples, "tessera_isolation_mode{"), 3);
+  EXPECT_EQ(CountOf(samples, "tessera_buffers{"), 2);
+  EXPECT_EQ(CountOf(samples, "tessera_planner_decisions_total{"), 5);
+  EXPECT_EQ(CountOf(samples, "tessera_kernel_launches_total{"), 3);
+  EXPECT_EQ(CountOf(samples, "tessera_session_ends_total{"), 3);
+  EXPECT_EQ(CountOf(samples, "tessera_side_messages_total{"), 3);
+  EXPECT_EQ(CountOf(samples, "tessera_refused_total{"), 9);
+  EXPECT_EQ(CountOf(samples, "tessera_rpc_seconds_bucket{"), 11 * 23);
+  EXPECT_EQ(CountOf(samples, "tessera_run_seconds_count{"), 3);
+}
+
+TEST(MetricsTest, EverySeriesHasHelpAndType) {
+  const std::string text = Metrics(kOptions).Serialize();
+  for (const char* line : {"# TYPE tessera_rpcs_total counter\n", "# TYPE tessera_ready gauge\n",
+                           "# TYPE tessera_run_seconds histogram\n", "# HELP tessera_ready 1 while"}) {
+    EXPECT_NE(text.find(line), std::string::npos) << line;
+  }
+}
+
+TEST(MetricsTest, CodeTextsAreTheCanonicalNames) {
+  for (int code = 0; code <= 16; ++code) {
+    EXPECT_EQ(LabelText(static_cast<RpcCode>(code)), absl::StatusCodeToString(static_cast<absl::StatusCode>(code)));
+  }
+}
+
+TEST(MetricsTest, LimitsAreSettings) {
+  std::set<std::string_view> settings;
+  for (const SettingRow& row : SettingRows()) settings.insert(row.name);
+  for (int limit = 0; limit <= static_cast<int>(Limit::kWorkspaceBytes); ++limit) {
+    EXPECT_TRUE(settings.contains(LabelText(static_cast<Limit>(limit)))) << LabelText(static_cast<Limit>(limit));
+  }
+}
+
+TEST(MetricsTest, RpcFinished) {
+  EXPECT_THAT(ChangesOf([](Metrics& metrics) { metrics.RpcFinished(RpcMethod::kComputeGemm, 8, 0.3); }),
+              testing::UnorderedElementsAre(
+                  testing::Pair("tessera_rpcs_total{code=\"RESOURCE_EXHAUSTED\",method=\"Compute.Gemm\"}", 1),
+                  testing::Pair("tessera_rpc_seconds_count{method=\"Compute.Gemm\"}", 1),
+                  testing::Pair("tessera_rpc_seconds_sum{method=\"Compute.Gemm\"}", 0.3),
+                  testing::Pair("tessera_rpc_seconds_bucket{method=\"Compute.Gemm\",le=\"0.5\"}", 1),
+                  testing::Pair("tessera_rpc_seconds_bucket{method=\"Compute.Gemm\",le=\"1\"}", 1),
+                  testing::Pair("tessera_rpc_seconds_bucket{method=\"Compute.Gemm\",le=\"2\"}", 1),
+                  testing::Pair("tessera_rpc_seconds_bucket{method=\"Compute.Gemm\",le=\"5\"}", 1),
+                  testing::Pair("tessera_rpc_seconds_bucket{method=\"Compute.Gemm\",le=\"10\"}", 1),
+                  testing::Pair("tessera_rpc_seconds_bucket{method=\"Compute.Gemm\",le=\"+Inf\"}", 1)));
+}
+
+TEST(MetricsTest, AnUnknownCodeCountsAsUnknown) {
+  for (const int code : {-1, 2, 17, 1'000'000}) {
+    const Samples changes =
+        ChangesOf([&](Metrics& metrics) { metrics.RpcFinished(RpcMethod::kAdminDrain, code, 0.0); });
+    EXPECT_EQ(changes.count("tessera_rpcs_total{code=\"UNKNOWN\",method=\"Admin.Drain\"}"), 1) << code;
+  }
+}
+
+TEST(MetricsTest, BucketBoundsAreInclusiveAndOddTimesHarmless) {
+  Metrics metrics(kOptions);
+  for (const double seconds : {1e-6, 2e-6, 10.0, 10.1, -5.0, std::nan("")}) {
+    metrics.RpcFinished(RpcMethod::kComputeGemm, 0, seconds);
+  }
+  const Samples samples = Scrape(metrics);
+  const std::string prefix = "tessera_rpc_seconds_bucket{method=\"Compute.Gemm\",le=";
+  EXPECT_EQ(samples.at(prefix + "\"1e-06\"}"), 3);  // with the negative one and the NaN, which count as 0
+  EXPECT_EQ(samples.at(prefix + "\"2e-06\"}"), 4);
+  EXPECT_EQ(samples.at(prefix + "\"10\"}"), 5);
+  EXPECT_EQ(samples.at(prefix + "\"+Inf\"}"), 6);
+  EXPECT_NEAR(samples.at("tessera_rpc_seconds_sum{method=\"Compute.Gemm\"}"), 20.1, 1e-3);
+}
+
+TEST(MetricsTest, OneOperationFromAcceptanceToResult) {
+  Metrics metrics(kOptions);
+  metrics.OperationAccepted();
+  EXPECT_EQ(Scrape(metrics)["tessera_in_flight"], 1);
+  EXPECT_EQ(Scrape(metrics)["tessera_queue_depth"], 1);
+  metrics.OperationLaunched();
+  EXPECT_EQ(Scrape(metrics)["tessera_in_flight"], 1);
+  EXPECT_EQ(Scrape(metrics)["tessera_queue_depth"], 0);
+  metrics.OperationFinished({.backend = kernels::Backend::kCuda,
+                             .outcome = OperationOutcome::kOk,
+                             .launched = true,
+                             .queue_seconds = 0.25,
+                             .run_seconds = 0.5,
+                             .flops = 1000});
+  Samples samples = Scrape(metrics);
+  EXPECT_EQ(samples["tessera_in_flight"], 0);
+  EXPECT_EQ(samples["tessera_queue_depth"], 0);
+  EXPECT_EQ(samples["tessera_operations_total{backend=\"cuda\",op=\"gemm\",outcome=\"ok\"}"], 1);
+  EXPECT_EQ(samples["tessera_flops_total{backend=\"cuda\",op=\"gemm\"}"], 1000);
+  EXPECT_EQ(samples["tessera_device_seconds_total{backend=\"cuda\",op=\"gemm\"}"], 0.5);
+  EXPECT_EQ(samples["tessera_run_seconds_sum{backend=\"cuda\",op=\"gemm\"}"], 0.5);
+  EXPECT_EQ(samples["tessera_run_seconds_count{backend=\"cpu\",op=\"gemm\"}"], 0);
+  EXPECT_EQ(samples["tessera_queue_seconds_sum{op=\"gemm\"}"], 0.25);
+}
+
+TEST(MetricsTest, AnOperationThatNeverRanLeavesNoFlopsAndNoRunTime) {
+  Metrics metrics(kOptions);
+  metrics.OperationAccepted();
+  metrics.OperationFinished({.outcome = OperationOutcome::kExpired, .queue_seconds = 2, .run_seconds = 3, .flops = 4});
+  Samples samples = Scrape(metrics);
+  EXPECT_EQ(samples["tessera_in_flight"], 0);
+  EXPECT_EQ(samples["tessera_queue_depth"], 0);
+  EXPECT_EQ(samples["tessera_operations_total{backend=\"cpu\",op=\"gemm\",outcome=\"expired\"}"], 1);
+  EXPECT_EQ(samples["tessera_flops_total{backend=\"cpu\",op=\"gemm\"}"], 0);
+  EXPECT_EQ(samples["tessera_run_seconds_count{backend=\"cpu\",op=\"gemm\"}"], 0);
+  EXPECT_EQ(samples["tessera_queue_seconds_count{op=\"gemm\"}"], 1);
+}
+
+TEST(MetricsTest, SessionsBuffersAndTheSideChannel) {
+  EXPECT_THAT(ChangesOf([](Metrics& metrics) {
+                metrics.SessionOpened();
+                metrics.SessionOpened();
+                metrics.SessionEnded(SessionEnd::kLeaseLost);
+                metrics.SideConnectionOpened();
+                metrics.SideConnectionOpened();
+                metrics.SideConnectionClosed();
+                metrics.SideMessageReceived(SideMessage::kFetch);
+                metrics.BufferAdded(BufferOrigin::kImported, 300);
+                metrics.BufferAdded(BufferOrigin::kImported, 20);
+                metrics.BufferRemoved(BufferOrigin::kImported, 300);
+                metrics.BufferAdded(BufferOrigin::kAllocated, 7);
+              }),
+              testing::UnorderedElementsAre(testing::Pair("tessera_sessions", 1),
+                                            testing::Pair("tessera_session_ends_total{reason=\"lease_lost\"}", 1),
+                                            testing::Pair("tessera_side_connections", 1),
+                                            testing::Pair("tessera_side_messages_total{kind=\"fetch\"}", 1),
+                                            testing::Pair("tessera_buffers{origin=\"imported\"}", 1),
+                                            testing::Pair("tessera_buffer_bytes{origin=\"imported\"}", 20),
+                                            testing::Pair("tessera_buffers{origin=\"allocated\"}", 1),
+                                            testing::Pair("tessera_buffer_bytes{origin=\"allocated\"}", 7)));
+}
+
+TEST(MetricsTest, PlannerAndLimits) {
+  EXPECT_THAT(
+      ChangesOf([](Metrics& metrics) {
+        metrics.PlannerDecided(OpFamily::kGemm, planner::Source::kModel);
+        metrics.PlannerRefused(OpFamily::kGemm);
+        metrics.Refused(Limit::kQueue);
+      }),
+      testing::UnorderedElementsAre(testing::Pair("tessera_planner_decisions_total{op=\"gemm\",source=\"model\"}", 1),
+                                    testing::Pair("tessera_planner_refusals_total{op=\"gemm\"}", 1),
+                                    testing::Pair("tessera_refused_total{limit=\"queue_max\"}", 1)));
+}
+
+TEST(MetricsTest, StateGauges) {
+  Metrics metrics(kOptions);
+  metrics.SetReady(true);
+  metrics.SetIsolationMode(IsolationMode::kNone);
+  metrics.SetIsolationMode(IsolationMode::kStrict);
+  Samples samples = Scrape(metrics);
+  EXPECT_EQ(samples["tessera_ready"], 1);
+  EXPECT_EQ(samples["tessera_isolation_mode{mode=\"none\"}"], 0);
+  EXPECT_EQ(samples["tessera_isolation_mode{mode=\"shared\"}"], 0);
+  EXPECT_EQ(samples["tessera_isolation_mode{mode=\"strict\"}"], 1);
+  metrics.SetReady(false);
+  EXPECT_EQ(Scrape(metrics)["tessera_ready"], 0);
+  EXPECT_EQ(LabelText(IsolationMode::kStrict), "strict");
+}
+
+TEST(MetricsTest, UnknownVariantsCountAsOtherAndAddNoSeries) {
+  Metrics metrics(kOptions);
+  const std::size_t series = Scrape(metrics).size();
+  std::mt19937_64 random(7);
+  for (int i = 0; i < 100'000; ++i) {
+    const std::uint64_t value = random();
+    metrics.KernelLaunched(metrics.FindVariant("gemm." + std::to_string(value)));
+    metrics.KernelLaunched(VariantLabel{static_cast<std::size_t>(value | 64)});
+  }
+  metrics.KernelLaunched(metrics.FindVariant("gemm.cpu.a/reference"));
+  metrics.KernelLaunched(VariantLabel{1});
+  metrics.KernelLaunched(VariantLabel{0});
+  Samples samples = Scrape(metrics);
+  EXPECT_EQ(samples.size(), series);
+  EXPECT_EQ(samples["tessera_kernel_launches_total{variant=\"other\"}"], 200'000);
+  EXPECT_EQ(samples["tessera_kernel_launches_total{variant=\"gemm.cpu.a/reference\"}"], 2);
+  EXPECT_EQ(samples["tessera_kernel_launches_total{variant=\"gemm.cpu.a/blocked\"}"], 1);
+}
+
+TEST(MetricsTest, WithoutACatalogueAllLaunchesAreOther) {
+  Metrics metrics({.version = "", .variants = {}});
+  metrics.KernelLaunched(VariantLabel{0});
+  EXPECT_EQ(Scrape(metrics)["tessera_kernel_launches_total{variant=\"other\"}"], 1);
+}
+
+TEST(MetricsTest, ScrapesGrowNothing) {
+  const Metrics metrics(kOptions);
+  const Samples first = Scrape(metrics);
+  const Samples second = Scrape(metrics);
+  ASSERT_EQ(first.size(), second.size());
+  for (const auto& [name, value] : first) EXPECT_TRUE(second.contains(name)) << name;
+}
+
+TEST(MetricsTest, VerbsAndScrapesOfManyThreadsLoseNothing) {
+  constexpr int kThreads = 4;
+  constexpr int kEvents = 5'000;
+  Metrics metrics(kOptions);
+  {
+    std::vector<std::jthread> threads;
+    for (int i = 0; i < kThreads; ++i) {
+      threads.emplace_back([&] {
+        for (int event = 0; event < kEvents; ++event) metrics.RpcFinished(RpcMethod::kComputeGemm, 0, 0.5);
+      });
+    }
+    threads.emplace_back([&] {
+      for (int i = 0; i < 5; ++i) Scrape(metrics);
+    });
+  }
+  Samples samples = Scrape(metrics);
+  EXPECT_EQ(samples["tessera_rpcs_total{code=\"OK\",method=\"Compute.Gemm\"}"], kThreads * kEvents);
+  EXPECT_EQ(samples["tessera_rpc_seconds_count{method=\"Compute.Gemm\"}"], kThreads * kEvents);
+  EXPECT_EQ(samples["tessera_rpc_seconds_sum{method=\"Compute.Gemm\"}"], kThreads * kEvents * 0.5);
+}
+
+TEST(MetricsTest, MarkdownListsEveryMetricAndVocabulary) {
+  const std::string markdown = MetricsMarkdown();
+  for (const auto& [name, value] : Scrape(Metrics(kOptions))) {
+    std::string metric = name.substr(0, name.find('{'));
+    for (const std::string_view suffix : {"_bucket", "_sum", "_count"}) {
+      if (metric.ends_with("seconds" + std::string(suffix))) metric.resize(metric.size() - suffix.size());
+    }
+    EXPECT_NE(markdown.find("| `" + metric + "` |"), std::string::npos) << metric;
+  }
+  EXPECT_NE(markdown.find("| `tessera_run_seconds` | histogram | op, backend |"), std::string::npos);
+  EXPECT_NE(markdown.find("| `outcome` | ok, failed, cancelled, expired |"), std::string::npos);
+  EXPECT_NE(markdown.find("| `backend` | cpu, cuda, vendor |"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace tessera::server

@@ -1,0 +1,54 @@
+# Options, compile flags and the two helpers that every folder uses to declare its target.
+
+option(TESSERA_BUILD_TESTS "Build the unit and end-to-end tests" ON)
+set(TESSERA_SANITIZE "" CACHE STRING "Sanitizers for the whole build: empty, 'address' or 'thread'")
+set_property(CACHE TESSERA_SANITIZE PROPERTY STRINGS "" address thread)
+
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+
+if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
+  set(CMAKE_BUILD_TYPE Release CACHE STRING "" FORCE)
+endif()
+
+add_library(tessera_flags INTERFACE)
+target_include_directories(tessera_flags INTERFACE ${CMAKE_SOURCE_DIR})
+# Designated initialisers leave the rest at their defaults on purpose; -Wpsabi speaks of ABIs before GCC 4.6.
+target_compile_options(tessera_flags INTERFACE -Wall -Wextra -Wshadow -Wno-missing-field-initializers -Wno-psabi -Werror)
+if(TESSERA_SANITIZE STREQUAL "address")
+  target_compile_options(tessera_flags INTERFACE -g1 -fno-omit-frame-pointer -fsanitize=address,undefined
+                                                 -fno-sanitize-recover=undefined)
+  target_link_options(tessera_flags INTERFACE -fsanitize=address,undefined)
+elseif(TESSERA_SANITIZE STREQUAL "thread")
+  target_compile_options(tessera_flags INTERFACE -g1 -fno-omit-frame-pointer -fsanitize=thread -Wno-tsan)
+  target_link_options(tessera_flags INTERFACE -fsanitize=thread)
+elseif(NOT TESSERA_SANITIZE STREQUAL "")
+  message(FATAL_ERROR "TESSERA_SANITIZE=${TESSERA_SANITIZE}: expected empty, 'address' or 'thread'")
+endif()
+
+# tessera_library(NAME SOURCES... DEPS...): a static library of one folder.
+function(tessera_library name)
+  cmake_parse_arguments(ARG "" "" "SOURCES;DEPS" ${ARGN})
+  if(ARG_SOURCES)
+    add_library(${name} STATIC ${ARG_SOURCES})
+    target_link_libraries(${name} PUBLIC tessera_flags ${ARG_DEPS})
+  else()
+    add_library(${name} INTERFACE)
+    target_link_libraries(${name} INTERFACE tessera_flags ${ARG_DEPS})
+  endif()
+endfunction()
+
+# tessera_test(NAME LABEL SOURCES... DEPS...): a GoogleTest program registered with ctest under LABEL.
+function(tessera_test name label)
+  cmake_parse_arguments(ARG "" "TIMEOUT" "SOURCES;DEPS" ${ARGN})
+  if(NOT ARG_TIMEOUT)
+    set(ARG_TIMEOUT 120)
+  endif()
+  add_executable(${name} ${ARG_SOURCES})
+  target_link_libraries(${name} PRIVATE tessera_flags ${ARG_DEPS} GTest::gmock GTest::gtest_main)
+  add_test(NAME ${name} COMMAND ${name})
+  set_tests_properties(${name} PROPERTIES LABELS ${label} TIMEOUT ${ARG_TIMEOUT})
+endfunction()
