@@ -43,6 +43,7 @@ grpc::ServerUnaryReactor* AdminService::ServerInfo(grpc::CallbackServerContext* 
     reply->set_in_flight(executor_.in_flight());
     reply->set_principal(peer.Principal());
     reply->set_administrator(scope_.IsAdministrator(peer));
+    reply->set_log_level(LogLevel());
     return absl::OkStatus();
   });
 }

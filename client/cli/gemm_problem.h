@@ -1,0 +1,55 @@
+// The operands of `tessera gemm`: random or from files, in memory shared with the daemon; and their check in float64.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "client/client.h"
+
+namespace tessera::client::cli {
+
+struct GemmArguments {
+  std::int64_t m = 1024;
+  std::int64_t n = 1024;
+  std::int64_t k = 1024;
+  std::int64_t batch = 0;  // 0 = no batch dimension
+  std::string pair = "bf16_bf16";
+  std::string layout = "NT";
+  std::string out = "bf16";
+  std::string scales;  // "", tensor or row_col
+  bool bias = false;
+  std::string accumulation = "fast";
+  std::string backend = "default";
+  std::uint64_t seed = 1;
+  std::int64_t repeat = 5;
+  bool check = false;
+  std::string a_file;  // path[:name]; replaces m, k and the pair's first half
+  std::string b_file;
+  bool b_is_kn = false;  // the file holds [.., K, N]
+  std::optional<float> a_scale;
+  std::optional<float> b_scale;
+  std::string save;
+};
+
+struct GemmProblem {
+  std::vector<Buffer> buffers;
+  GemmSpec spec;
+};
+
+absl::StatusOr<GemmProblem> MakeGemmProblem(Session& session, const GemmArguments& arguments);
+
+struct CheckResult {
+  std::int64_t wrong = 0;
+  double worst = 0;  // error / allowed
+};
+
+// d against float64, allowing float32 accumulation (2 K 2^-24 sum|a||b|), an fp32 epilogue and one rounding to d's type.
+CheckResult CheckGemm(const GemmSpec& spec);
+
+// d, packed row-major.
+std::vector<std::byte> PackedOutput(const TensorView& d);
+
+}  // namespace tessera::client::cli

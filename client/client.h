@@ -1,0 +1,153 @@
+// The C++ client of a node's tesserad.
+//
+//   ASSIGN_OR_RETURN(Client client, Client::Connect());
+//   ASSIGN_OR_RETURN(Session session, client.OpenSession("my-job"));
+//   ASSIGN_OR_RETURN(Buffer memory, session.Allocate(bytes));
+//   TensorView a = memory.Tensor(DType::kBf16, {m, k});           // fill a.data: the daemon sees the same memory
+//   ASSIGN_OR_RETURN(GemmResult result, session.Gemm({.a = a, .b = b, .d = d}));
+//
+// Everything is RAII and move-only, nothing throws, and all methods are thread-safe unless they say otherwise. Objects
+// keep what they need alive: a Buffer its session's connection, a Session its client's.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <future>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "client/tensor.h"
+#include "tessera/v1/admin.pb.h"
+#include "tessera/v1/memory.pb.h"
+#include "tessera/v1/types.pb.h"
+
+namespace grpc {
+class Channel;
+}  // namespace grpc
+
+namespace tessera::client {
+
+struct ConnectOptions {
+  std::string socket;        // empty = the node's default (see DefaultSocketPath)
+  std::string side_channel;  // empty = beside the socket
+  std::chrono::milliseconds timeout = std::chrono::seconds(5);  // for connecting and for calls that do not compute
+};
+
+// Multiplier on an operand: one number, or a float32 tensor ([1], [M] for A, [N] for B).
+using Scale = std::variant<float, TensorView>;
+
+// D[.., m, n] = (sum_k A[.., m, k] * B[.., n, k]) * a_scale * b_scale + bias; see GemmOp in types.proto.
+struct GemmSpec {
+  TensorView a;  // [.., M, K]
+  TensorView b;  // [.., N, K]; use Transposed() on a [K, N] tensor
+  TensorView d;  // [.., M, N]
+  std::optional<Scale> a_scale;
+  std::optional<Scale> b_scale;
+  std::optional<TensorView> bias;  // [N]
+  v1::Accumulation accumulation = v1::ACCUMULATION_UNSPECIFIED;
+  v1::Backend backend = v1::BACKEND_UNSPECIFIED;
+  bool profile = false;                  // fill report.timing
+  std::chrono::milliseconds timeout{0};  // until the launch; 0 = none
+};
+
+struct GemmResult {
+  v1::OpReport report;                     // variant, backend, source, ...
+  std::chrono::nanoseconds round_trip{0};  // call to answer, as this process saw it
+};
+
+class SessionCore;
+class ClientCore;
+
+// Memory that this process and the daemon share. Released with the object.
+class Buffer {
+ public:
+  Buffer(Buffer&&) noexcept;
+  Buffer& operator=(Buffer&&) noexcept;
+  ~Buffer();
+
+  std::byte* data() const;
+  std::uint64_t bytes() const;
+  const std::string& id() const;
+
+  // A view at `byte_offset`; packed row-major unless strides are given. The daemon checks it against the buffer.
+  TensorView Tensor(DType dtype, std::vector<std::int64_t> shape, std::uint64_t byte_offset = 0,
+                    std::vector<std::int64_t> strides = {}) const;
+
+  // Gives the buffer back now and tells whether that worked. The mapping is gone afterwards.
+  absl::Status Release();
+
+ private:
+  friend class Session;
+  struct State;
+  explicit Buffer(std::unique_ptr<State> state);
+  std::unique_ptr<State> state_;
+};
+
+// Owns buffers and an in-order stream in the daemon. Ends with the object, with its process, or with Close.
+class Session {
+ public:
+  Session(Session&&) noexcept;
+  Session& operator=(Session&&) noexcept;
+  ~Session();
+
+  // Memory of the daemon, zeroed, mapped here.
+  absl::StatusOr<Buffer> Allocate(std::uint64_t bytes);
+  // New memory of this process, shared with the daemon: it survives the daemon.
+  absl::StatusOr<Buffer> Share(std::uint64_t bytes);
+  // A memfd of this process, sealed with F_SEAL_SHRINK; `memfd` stays the caller's. bytes 0 = to its end.
+  absl::StatusOr<Buffer> Import(int memfd, std::uint64_t byte_offset = 0, std::uint64_t bytes = 0);
+
+  // Returns when d is written.
+  absl::StatusOr<GemmResult> Gemm(const GemmSpec& spec);
+  // `done` runs on a library thread, exactly once, and must not block. The views' buffers must live until then.
+  void GemmAsync(const GemmSpec& spec, std::function<void(absl::StatusOr<GemmResult>)> done);
+  std::future<absl::StatusOr<GemmResult>> GemmAsync(const GemmSpec& spec);
+
+  // Ends the session now. Buffers of it are invalid in the daemon afterwards; mappings here stay until released.
+  absl::Status Close();
+
+  const std::string& token() const;  // for the metadata of hand-made calls
+
+ private:
+  friend class Client;
+  explicit Session(std::shared_ptr<SessionCore> core);
+  std::shared_ptr<SessionCore> core_;
+};
+
+// A connection to one daemon.
+class Client {
+ public:
+  // UNAVAILABLE, saying what to do, if no daemon answers within the timeout.
+  static absl::StatusOr<Client> Connect(ConnectOptions options = {});
+
+  Client(Client&&) noexcept;
+  Client& operator=(Client&&) noexcept;
+  ~Client();
+
+  absl::StatusOr<Session> OpenSession(std::string_view label = {});
+
+  absl::StatusOr<v1::ServerInfoReply> ServerInfo() const;
+  absl::StatusOr<v1::ListBuffersReply> ListBuffers(bool all_principals = false) const;
+  // Administrators only.
+  absl::StatusOr<v1::GetConfigReply> GetConfig() const;
+  absl::StatusOr<std::string> SetLogLevel(std::string_view level) const;  // the level before
+  absl::StatusOr<v1::DrainReply> Drain() const;
+
+  // For calls that this class does not wrap.
+  std::shared_ptr<grpc::Channel> channel() const;
+  const std::string& socket() const;
+
+ private:
+  explicit Client(std::shared_ptr<ClientCore> core);
+  std::shared_ptr<ClientCore> core_;
+};
+
+}  // namespace tessera::client

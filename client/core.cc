@@ -1,0 +1,106 @@
+#include "client/core.h"
+
+#include <sys/socket.h>
+#include <sys/time.h>
+
+#include <utility>
+
+#include "common/fd_message.h"
+#include "common/paths.h"
+#include "common/status_macros.h"
+#include "common/text.h"
+
+namespace tessera::client {
+namespace {
+
+constexpr char kSessionMetadata[] = "tessera-session-bin";
+
+ConnectOptions WithDefaults(ConnectOptions options) {
+  if (options.socket.empty()) options.socket = DefaultSocketPath();
+  if (options.side_channel.empty()) options.side_channel = SideChannelPath(options.socket);
+  return options;
+}
+
+std::shared_ptr<grpc::Channel> MakeChannel(const ConnectOptions& options) {
+  grpc::ChannelArguments arguments;
+  arguments.SetMaxReceiveMessageSize(-1);  // the daemon bounds its messages
+  // Clients of one process do not share a connection: each has its own flow control and its own end.
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  return grpc::CreateCustomChannel("unix:" + options.socket, grpc::InsecureChannelCredentials(), arguments);
+}
+
+}  // namespace
+
+absl::Status FromGrpc(const grpc::Status& status) {
+  if (status.ok()) return absl::OkStatus();
+  return absl::Status(static_cast<absl::StatusCode>(status.error_code()), status.error_message());
+}
+
+ClientCore::ClientCore(ConnectOptions connect_options)
+    : options(WithDefaults(std::move(connect_options))),
+      channel(MakeChannel(options)),
+      admin(v1::Admin::NewStub(channel)),
+      memory(v1::Memory::NewStub(channel)),
+      compute(v1::Compute::NewStub(channel)) {}
+
+void ClientCore::Prepare(grpc::ClientContext& context) const {
+  context.set_deadline(std::chrono::system_clock::now() + options.timeout);
+}
+
+absl::StatusOr<std::unique_ptr<SideChannel>> SideChannel::Connect(const std::string& path,
+                                                                  std::chrono::milliseconds timeout) {
+  ASSIGN_OR_RETURN(UniqueFd socket, ConnectSeqpacket(path));
+  timeval wait{};
+  wait.tv_sec = static_cast<time_t>(timeout.count() / 1000);
+  wait.tv_usec = static_cast<suseconds_t>(timeout.count() % 1000 * 1000);
+  if (::setsockopt(socket.get(), SOL_SOCKET, SO_RCVTIMEO, &wait, sizeof(wait)) != 0 ||
+      ::setsockopt(socket.get(), SOL_SOCKET, SO_SNDTIMEO, &wait, sizeof(wait)) != 0) {
+    return ErrnoStatus(absl::StatusCode::kInternal, "side channel: timeouts");
+  }
+  std::unique_ptr<SideChannel> channel(new SideChannel(std::move(socket)));
+  ASSIGN_OR_RETURN(Reply welcome, channel->Receive());
+  if (!welcome.message.has_welcome()) return absl::InternalError("side channel: the daemon did not begin with Welcome");
+  channel->lease_ = welcome.message.welcome().lease();
+  return channel;
+}
+
+absl::StatusOr<SideChannel::Reply> SideChannel::Call(const v1::SideRequest& request, int fd) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  RETURN_IF_ERROR(SendFdMessage(socket_.get(), request.SerializeAsString(), fd));
+  return Receive();
+}
+
+absl::StatusOr<SideChannel::Reply> SideChannel::Receive() {
+  ASSIGN_OR_RETURN(FdMessage message, ReceiveFdMessage(socket_.get()));
+  if (message.bytes.empty()) return absl::UnavailableError("side channel: the daemon closed the connection");
+  Reply reply;
+  if (!reply.message.ParseFromString(message.bytes)) return absl::InternalError("side channel: malformed reply");
+  if (!message.fds.empty()) reply.fd = std::move(message.fds.front());
+  if (reply.message.has_error()) {
+    return absl::Status(static_cast<absl::StatusCode>(reply.message.error().code()), reply.message.error().message());
+  }
+  return reply;
+}
+
+absl::StatusOr<std::shared_ptr<SessionCore>> SessionCore::Open(std::shared_ptr<ClientCore> client,
+                                                               std::string_view label) {
+  auto core = std::make_shared<SessionCore>();
+  ASSIGN_OR_RETURN(core->side_channel, SideChannel::Connect(client->options.side_channel, client->options.timeout));
+  v1::OpenSessionRequest request;
+  request.set_lease(core->side_channel->lease());
+  request.set_label(std::string(label));
+  v1::OpenSessionReply reply;
+  grpc::ClientContext context;
+  client->Prepare(context);
+  RETURN_IF_ERROR(FromGrpc(client->memory->OpenSession(&context, request, &reply)));
+  core->token = reply.token();
+  core->client = std::move(client);
+  return core;
+}
+
+void SessionCore::Prepare(grpc::ClientContext& context, std::chrono::milliseconds timeout) const {
+  context.AddMetadata(kSessionMetadata, token);
+  if (timeout.count() > 0) context.set_deadline(std::chrono::system_clock::now() + timeout);
+}
+
+}  // namespace tessera::client

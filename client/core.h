@@ -1,0 +1,76 @@
+// What Client, Session and Buffer share behind their handles: stubs, the side channel, status conversion.
+#pragma once
+
+#include <grpcpp/grpcpp.h>
+
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "client/client.h"
+#include "common/unique_fd.h"
+#include "tessera/v1/admin.grpc.pb.h"
+#include "tessera/v1/compute.grpc.pb.h"
+#include "tessera/v1/memory.grpc.pb.h"
+#include "tessera/v1/side_channel.pb.h"
+
+namespace tessera::client {
+
+absl::Status FromGrpc(const grpc::Status& status);
+
+class ClientCore {
+ public:
+  explicit ClientCore(ConnectOptions connect_options);
+
+  // A context that gives up after the client's timeout.
+  void Prepare(grpc::ClientContext& context) const;
+
+  const ConnectOptions options;
+  const std::shared_ptr<grpc::Channel> channel;
+  const std::unique_ptr<v1::Admin::Stub> admin;
+  const std::unique_ptr<v1::Memory::Stub> memory;
+  const std::unique_ptr<v1::Compute::Stub> compute;
+};
+
+// The client's end of the side channel; one request at a time.
+class SideChannel {
+ public:
+  struct Reply {
+    v1::SideReply message;
+    UniqueFd fd;
+  };
+
+  // Connects and takes the Welcome.
+  static absl::StatusOr<std::unique_ptr<SideChannel>> Connect(const std::string& path,
+                                                              std::chrono::milliseconds timeout);
+
+  const std::string& lease() const { return lease_; }
+  // Sends, waits for the answer; an Error reply becomes its status.
+  absl::StatusOr<Reply> Call(const v1::SideRequest& request, int fd = -1);
+
+ private:
+  explicit SideChannel(UniqueFd socket) : socket_(std::move(socket)) {}
+  absl::StatusOr<Reply> Receive();
+
+  const UniqueFd socket_;
+  std::mutex mutex_;
+  std::string lease_;
+};
+
+class SessionCore {
+ public:
+  static absl::StatusOr<std::shared_ptr<SessionCore>> Open(std::shared_ptr<ClientCore> client, std::string_view label);
+
+  // Adds the session's token; a timeout too, if it is not zero.
+  void Prepare(grpc::ClientContext& context, std::chrono::milliseconds timeout) const;
+
+  std::shared_ptr<ClientCore> client;
+  std::unique_ptr<SideChannel> side_channel;
+  std::string token;
+};
+
+}  // namespace tessera::client

@@ -1,0 +1,231 @@
+// Session and Buffer: memory, descriptors and calls.
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "client/client.h"
+#include "client/core.h"
+#include "common/status_macros.h"
+#include "common/text.h"
+
+namespace tessera::client {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// A shared mapping of part of a memfd; offsets need not be page-aligned.
+class Mapping {
+ public:
+  static absl::StatusOr<Mapping> Map(int fd, std::uint64_t byte_offset, std::uint64_t bytes) {
+    const auto page_bytes = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+    const std::uint64_t lead = byte_offset % page_bytes;
+    void* start = ::mmap(nullptr, bytes + lead, PROT_READ | PROT_WRITE, MAP_SHARED, fd,
+                         static_cast<off_t>(byte_offset - lead));
+    if (start == MAP_FAILED) {
+      return ErrnoStatus(absl::StatusCode::kResourceExhausted, absl::StrCat("mapping ", bytes, " bytes"));
+    }
+    return Mapping(start, bytes + lead, lead);
+  }
+
+  Mapping(Mapping&& other) noexcept
+      : start_(std::exchange(other.start_, nullptr)), bytes_(other.bytes_), lead_(other.lead_) {}
+  Mapping& operator=(Mapping&&) = delete;
+  ~Mapping() {
+    if (start_ != nullptr) ::munmap(start_, bytes_);
+  }
+
+  std::byte* data() const { return static_cast<std::byte*>(start_) + lead_; }
+
+ private:
+  Mapping(void* start, std::uint64_t bytes, std::uint64_t lead) : start_(start), bytes_(bytes), lead_(lead) {}
+  void* start_;
+  std::uint64_t bytes_;
+  std::uint64_t lead_;
+};
+
+void Encode(const TensorView& view, v1::Tensor& tensor) {
+  tensor.set_buffer_id(view.buffer_id);
+  tensor.set_byte_offset(view.byte_offset);
+  tensor.set_dtype(static_cast<v1::DType>(view.dtype));
+  for (const std::int64_t extent : view.shape) tensor.add_shape(extent);
+  for (const std::int64_t stride : view.strides) tensor.add_strides(stride);
+}
+
+void Encode(const Scale& scale, v1::Scale& message) {
+  if (const float* scalar = std::get_if<float>(&scale)) {
+    message.set_scalar(*scalar);
+  } else {
+    Encode(std::get<TensorView>(scale), *message.mutable_vector());
+  }
+}
+
+void Encode(const GemmSpec& spec, v1::GemmRequest& request) {
+  v1::GemmOp& op = *request.mutable_op();
+  Encode(spec.a, *op.mutable_a());
+  Encode(spec.b, *op.mutable_b());
+  Encode(spec.d, *op.mutable_d());
+  if (spec.a_scale.has_value()) Encode(*spec.a_scale, *op.mutable_a_scale());
+  if (spec.b_scale.has_value()) Encode(*spec.b_scale, *op.mutable_b_scale());
+  if (spec.bias.has_value()) Encode(*spec.bias, *op.mutable_epilogue()->mutable_bias());
+  op.set_accumulation(spec.accumulation);
+  request.mutable_options()->set_backend(spec.backend);
+  request.mutable_options()->set_profile(spec.profile);
+}
+
+// All that one asynchronous call needs until its answer.
+struct PendingGemm {
+  std::shared_ptr<SessionCore> session;
+  grpc::ClientContext context;
+  v1::GemmRequest request;
+  v1::GemmReply reply;
+  Clock::time_point start;
+};
+
+absl::StatusOr<GemmResult> ResultOf(const grpc::Status& status, v1::GemmReply& reply, Clock::time_point start) {
+  const Clock::duration round_trip = Clock::now() - start;
+  RETURN_IF_ERROR(FromGrpc(status));
+  return GemmResult{.report = std::move(*reply.mutable_report()), .round_trip = round_trip};
+}
+
+}  // namespace
+
+struct Buffer::State {
+  std::shared_ptr<SessionCore> session;
+  std::string id;
+  std::uint64_t bytes = 0;
+  Mapping mapping;
+};
+
+Buffer::Buffer(std::unique_ptr<State> state) : state_(std::move(state)) {}
+Buffer::Buffer(Buffer&&) noexcept = default;
+
+Buffer& Buffer::operator=(Buffer&& other) noexcept {
+  if (this != &other) {
+    Release().IgnoreError();  // a destructor has nobody to tell; Release() is there for those who ask
+    state_ = std::move(other.state_);
+  }
+  return *this;
+}
+
+Buffer::~Buffer() { Release().IgnoreError(); }
+
+std::byte* Buffer::data() const { return state_->mapping.data(); }
+std::uint64_t Buffer::bytes() const { return state_->bytes; }
+const std::string& Buffer::id() const { return state_->id; }
+
+TensorView Buffer::Tensor(DType dtype, std::vector<std::int64_t> shape, std::uint64_t byte_offset,
+                          std::vector<std::int64_t> strides) const {
+  if (strides.empty()) strides = PackedStrides(shape);
+  return {.buffer_id = state_->id,
+          .data = data() + byte_offset,
+          .byte_offset = byte_offset,
+          .dtype = dtype,
+          .shape = std::move(shape),
+          .strides = std::move(strides)};
+}
+
+absl::Status Buffer::Release() {
+  if (state_ == nullptr) return absl::OkStatus();
+  const std::unique_ptr<State> state = std::move(state_);
+  grpc::ClientContext context;
+  state->session->Prepare(context, state->session->client->options.timeout);
+  v1::ReleaseBufferRequest request;
+  request.set_buffer_id(state->id);
+  v1::ReleaseBufferReply reply;
+  return FromGrpc(state->session->client->memory->ReleaseBuffer(&context, request, &reply));
+}
+
+Session::Session(std::shared_ptr<SessionCore> core) : core_(std::move(core)) {}
+Session::Session(Session&&) noexcept = default;
+Session& Session::operator=(Session&&) noexcept = default;
+Session::~Session() = default;
+
+const std::string& Session::token() const { return core_->token; }
+
+absl::StatusOr<Buffer> Session::Allocate(std::uint64_t bytes) {
+  grpc::ClientContext context;
+  core_->Prepare(context, core_->client->options.timeout);
+  v1::AllocateBufferRequest request;
+  request.set_bytes(bytes);
+  v1::AllocateBufferReply reply;
+  RETURN_IF_ERROR(FromGrpc(core_->client->memory->AllocateBuffer(&context, request, &reply)));
+
+  v1::SideRequest fetch;
+  fetch.mutable_fetch_descriptor()->set_buffer_id(reply.buffer_id());
+  ASSIGN_OR_RETURN(SideChannel::Reply fetched, core_->side_channel->Call(fetch));
+  if (!fetched.fd) return absl::InternalError("side channel: the daemon sent no descriptor");
+  const auto& passed = fetched.message.descriptor_passed();
+  ASSIGN_OR_RETURN(Mapping mapping, Mapping::Map(fetched.fd.get(), passed.byte_offset(), passed.bytes()));
+  return Buffer(std::make_unique<Buffer::State>(
+      Buffer::State{.session = core_, .id = reply.buffer_id(), .bytes = reply.bytes(), .mapping = std::move(mapping)}));
+}
+
+absl::StatusOr<Buffer> Session::Share(std::uint64_t bytes) {
+  if (bytes == 0) return absl::InvalidArgumentError("bytes: must be at least 1");
+  const UniqueFd memfd(::memfd_create("tessera-client", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!memfd) return ErrnoStatus(absl::StatusCode::kResourceExhausted, "memfd_create");
+  if (::ftruncate(memfd.get(), static_cast<off_t>(bytes)) != 0 ||
+      ::fcntl(memfd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) {
+    return ErrnoStatus(absl::StatusCode::kResourceExhausted, absl::StrCat("memory of ", bytes, " bytes"));
+  }
+  return Import(memfd.get());
+}
+
+absl::StatusOr<Buffer> Session::Import(int memfd, std::uint64_t byte_offset, std::uint64_t bytes) {
+  v1::SideRequest pass;
+  pass.mutable_pass_descriptor();
+  ASSIGN_OR_RETURN(SideChannel::Reply accepted, core_->side_channel->Call(pass, memfd));
+
+  grpc::ClientContext context;
+  core_->Prepare(context, core_->client->options.timeout);
+  v1::ImportBufferRequest request;
+  request.set_descriptor_ticket(accepted.message.descriptor_accepted().ticket());
+  request.set_byte_offset(byte_offset);
+  request.set_bytes(bytes);
+  v1::ImportBufferReply reply;
+  RETURN_IF_ERROR(FromGrpc(core_->client->memory->ImportBuffer(&context, request, &reply)));
+  ASSIGN_OR_RETURN(Mapping mapping, Mapping::Map(memfd, byte_offset, reply.bytes()));
+  return Buffer(std::make_unique<Buffer::State>(
+      Buffer::State{.session = core_, .id = reply.buffer_id(), .bytes = reply.bytes(), .mapping = std::move(mapping)}));
+}
+
+absl::StatusOr<GemmResult> Session::Gemm(const GemmSpec& spec) {
+  v1::GemmRequest request;
+  Encode(spec, request);
+  grpc::ClientContext context;
+  core_->Prepare(context, spec.timeout);
+  v1::GemmReply reply;
+  const Clock::time_point start = Clock::now();
+  return ResultOf(core_->client->compute->Gemm(&context, request, &reply), reply, start);
+}
+
+void Session::GemmAsync(const GemmSpec& spec, std::function<void(absl::StatusOr<GemmResult>)> done) {
+  auto pending = std::make_shared<PendingGemm>();
+  pending->session = core_;
+  Encode(spec, pending->request);
+  core_->Prepare(pending->context, spec.timeout);
+  pending->start = Clock::now();
+  core_->client->compute->async()->Gemm(&pending->context, &pending->request, &pending->reply,
+                                        [pending, done = std::move(done)](const grpc::Status& status) {
+                                          done(ResultOf(status, pending->reply, pending->start));
+                                        });
+}
+
+std::future<absl::StatusOr<GemmResult>> Session::GemmAsync(const GemmSpec& spec) {
+  auto promise = std::make_shared<std::promise<absl::StatusOr<GemmResult>>>();
+  GemmAsync(spec, [promise](absl::StatusOr<GemmResult> result) { promise->set_value(std::move(result)); });
+  return promise->get_future();
+}
+
+absl::Status Session::Close() {
+  grpc::ClientContext context;
+  core_->Prepare(context, core_->client->options.timeout);
+  v1::CloseSessionReply reply;
+  return FromGrpc(core_->client->memory->CloseSession(&context, v1::CloseSessionRequest(), &reply));
+}
+
+}  // namespace tessera::client

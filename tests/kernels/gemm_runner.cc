@@ -1,0 +1,76 @@
+#include "tests/kernels/gemm_runner.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstring>
+#include <set>
+#include <thread>
+
+#include "kernels/launch/gemm_launch.h"
+#include "tests/oracle/gemm_oracle.h"
+#include "tests/oracle/test_data.h"
+
+namespace tessera::kernels {
+namespace {
+
+constexpr std::uint8_t kScratchPattern = 0xff;  // NaN as float32, -1 as an integer
+
+bool ScratchGuardsIntact(const oracle::GuardedStorage& scratch, std::size_t used) {
+  for (std::size_t at = 0; at < scratch.size(); ++at) {
+    const bool inside = at >= scratch.first_byte() && at < scratch.first_byte() + used;
+    if (!inside && scratch.bytes()[at] != std::byte{kScratchPattern}) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+void LentThreads::Run(void* self, std::int64_t tasks, void (*body)(void* arg, std::int64_t task), void* arg) {
+  std::atomic<std::int64_t> left = tasks;
+  const auto work = [&] {
+    for (std::int64_t task = --left; task >= 0; task = --left) body(arg, task);
+  };
+  std::vector<std::jthread> helpers;
+  for (int i = 1; i < static_cast<LentThreads*>(self)->width_; ++i) helpers.emplace_back(work);
+  work();
+}
+
+std::vector<int> SplitsFor(const GemmVariant& variant, std::int64_t k) {
+  if (variant.info.workspace != WorkspaceRule::kSplitPartials) return {1};
+  const auto blocks = static_cast<int>((k + variant.tile.k - 1) / variant.tile.k);
+  const std::set<int> splits = {1, 2, 3, blocks + 2};
+  return {splits.begin(), splits.end()};
+}
+
+LaunchError RunGemm(std::size_t variant, const GemmParams& params, int split, const HostParallel& parallel) {
+  const auto bytes = GemmWorkspaceBytes(GemmVariants()[variant], oracle::BatchCount(params), params.m, params.n, split);
+  if (!bytes.has_value()) {
+    ADD_FAILURE() << "workspace does not fit";
+    return kLaunchInvalidValue;
+  }
+  oracle::GuardedStorage scratch(DType::kS8, *bytes, 0, kScratchPattern);
+  const LaunchContext context = {.workspace = {.scratch = scratch.first(), .bytes = static_cast<std::size_t>(*bytes)},
+                                 .parallel = parallel};
+  const LaunchError error = LaunchGemm(variant, params, {.split = split}, context);
+  EXPECT_TRUE(ScratchGuardsIntact(scratch, context.workspace.bytes)) << "wrote outside its scratch";
+  return error;
+}
+
+std::vector<std::byte> PackedOutput(const GemmParams& params, DType dtype) {
+  const std::size_t bytes = DTypeBytes(dtype);
+  const std::int64_t batches = oracle::BatchCount(params);
+  std::vector<std::byte> packed(static_cast<std::size_t>(batches * params.m * params.n) * bytes);
+  std::byte* out = packed.data();
+  for (std::int64_t batch = 0; batch < batches; ++batch) {
+    for (std::int64_t m = 0; m < params.m; ++m) {
+      for (std::int64_t n = 0; n < params.n; ++n, out += bytes) {
+        const auto element = static_cast<std::size_t>(oracle::ElementOffset(params, params.d, batch, m, n));
+        std::memcpy(out, static_cast<const std::byte*>(params.d.data) + element * bytes, bytes);
+      }
+    }
+  }
+  return packed;
+}
+
+}  // namespace tessera::kernels
