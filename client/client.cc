@@ -72,7 +72,11 @@ absl::StatusOr<v1::DrainReply> Client::Drain() const {
   return Call<v1::DrainReply>(*core_, *core_->admin, &v1::Admin::Stub::Drain, v1::DrainRequest());
 }
 
-std::shared_ptr<grpc::Channel> Client::channel() const { return core_->channel; }
-const std::string& Client::socket() const { return core_->options.socket; }
+std::shared_ptr<grpc::Channel> Client::channel() const {
+  return core_->channel;
+}
+const std::string& Client::socket() const {
+  return core_->options.socket;
+}
 
 }  // namespace tessera::client

@@ -36,8 +36,8 @@ class Channel;
 namespace tessera::client {
 
 struct ConnectOptions {
-  std::string socket;        // empty = the node's default (see DefaultSocketPath)
-  std::string side_channel;  // empty = beside the socket
+  std::string socket;                                           // empty = the node's default (see DefaultSocketPath)
+  std::string side_channel;                                     // empty = beside the socket
   std::chrono::milliseconds timeout = std::chrono::seconds(5);  // for connecting and for calls that do not compute
 };
 

@@ -23,8 +23,8 @@ class Mapping {
   static absl::StatusOr<Mapping> Map(int fd, std::uint64_t byte_offset, std::uint64_t bytes) {
     const auto page_bytes = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
     const std::uint64_t lead = byte_offset % page_bytes;
-    void* start = ::mmap(nullptr, bytes + lead, PROT_READ | PROT_WRITE, MAP_SHARED, fd,
-                         static_cast<off_t>(byte_offset - lead));
+    void* start =
+        ::mmap(nullptr, bytes + lead, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(byte_offset - lead));
     if (start == MAP_FAILED) {
       return ErrnoStatus(absl::StatusCode::kResourceExhausted, absl::StrCat("mapping ", bytes, " bytes"));
     }
@@ -111,11 +111,19 @@ Buffer& Buffer::operator=(Buffer&& other) noexcept {
   return *this;
 }
 
-Buffer::~Buffer() { Release().IgnoreError(); }
+Buffer::~Buffer() {
+  Release().IgnoreError();
+}
 
-std::byte* Buffer::data() const { return state_->mapping.data(); }
-std::uint64_t Buffer::bytes() const { return state_->bytes; }
-const std::string& Buffer::id() const { return state_->id; }
+std::byte* Buffer::data() const {
+  return state_->mapping.data();
+}
+std::uint64_t Buffer::bytes() const {
+  return state_->bytes;
+}
+const std::string& Buffer::id() const {
+  return state_->id;
+}
 
 TensorView Buffer::Tensor(DType dtype, std::vector<std::int64_t> shape, std::uint64_t byte_offset,
                           std::vector<std::int64_t> strides) const {
@@ -144,7 +152,9 @@ Session::Session(Session&&) noexcept = default;
 Session& Session::operator=(Session&&) noexcept = default;
 Session::~Session() = default;
 
-const std::string& Session::token() const { return core_->token; }
+const std::string& Session::token() const {
+  return core_->token;
+}
 
 absl::StatusOr<Buffer> Session::Allocate(std::uint64_t bytes) {
   grpc::ClientContext context;

@@ -13,7 +13,7 @@ namespace tessera::client {
 // Valid while its Buffer lives. Shapes and strides are in elements, slowest dimension first.
 struct TensorView {
   std::string buffer_id;
-  std::byte* data = nullptr;  // element [0, .., 0] in this process
+  std::byte* data = nullptr;      // element [0, .., 0] in this process
   std::uint64_t byte_offset = 0;  // of that element within the buffer
   DType dtype = DType::kUnspecified;
   std::vector<std::int64_t> shape;

@@ -68,6 +68,8 @@ constexpr DType DTypeFromName(std::string_view name) {
   return DType::kUnspecified;
 }
 
-constexpr bool IsFp8(DType dtype) { return dtype == DType::kE4m3 || dtype == DType::kE5m2; }
+constexpr bool IsFp8(DType dtype) {
+  return dtype == DType::kE4m3 || dtype == DType::kE5m2;
+}
 
 }  // namespace tessera

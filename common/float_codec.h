@@ -1,6 +1,6 @@
 // Conversions between float32 and the narrow element types, one element at a time: for the CPU kernels, and for clients
-// that fill or read tensors. bfloat16 is the upper half of a binary32; e4m3 and e5m2 are those of the OCP 8-bit Floating
-// Point Specification (OFP8); half is IEEE binary16.
+// that fill or read tensors. bfloat16 is the upper half of a binary32; e4m3 and e5m2 are those of the OCP 8-bit
+// Floating Point Specification (OFP8); half is IEEE binary16.
 //
 // Encoding rounds to nearest even. The 8-bit types saturate (infinity too); NaN stays NaN and -0 keeps its sign.
 #pragma once
@@ -17,7 +17,9 @@
 
 namespace tessera {
 
-constexpr float DecodeBf16(std::uint16_t bits) { return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16U); }
+constexpr float DecodeBf16(std::uint16_t bits) {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16U);
+}
 
 constexpr std::uint16_t EncodeBf16(float value) {
   const auto bits = std::bit_cast<std::uint32_t>(value);
@@ -75,7 +77,8 @@ inline int EncodeNarrow(float value, const NarrowFormat& format) {
   // The code of `units` in this binade: the implicit bit adds one to the exponent field, and a carry adds another.
   const std::int64_t code = units + (static_cast<std::int64_t>(last_place + format.mantissa_bits + format.bias() - 1)
                                      << format.mantissa_bits);
-  return sign | static_cast<int>(std::min<std::int64_t>(code, format.largest() + 1) > format.largest() ? overflow : code);
+  return sign |
+         static_cast<int>(std::min<std::int64_t>(code, format.largest() + 1) > format.largest() ? overflow : code);
 }
 
 constexpr std::array<float, 256> MakeFp8Table(const NarrowFormat& format) {

@@ -15,6 +15,8 @@ std::string DefaultSocketPath() {
   return "/tmp/tessera-" + std::to_string(::geteuid()) + "/tessera.sock";
 }
 
-std::string SideChannelPath(std::string_view socket_path) { return std::string(socket_path) + ".side"; }
+std::string SideChannelPath(std::string_view socket_path) {
+  return std::string(socket_path) + ".side";
+}
 
 }  // namespace tessera

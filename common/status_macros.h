@@ -10,10 +10,10 @@
 #define TESSERA_CONCAT_INNER_(a, b) a##b
 #define TESSERA_CONCAT_(a, b) TESSERA_CONCAT_INNER_(a, b)
 
-#define RETURN_IF_ERROR(expression)                          \
-  do {                                                       \
-    ::absl::Status tessera_status_ = (expression);           \
-    if (!tessera_status_.ok()) return tessera_status_;       \
+#define RETURN_IF_ERROR(expression)                    \
+  do {                                                 \
+    ::absl::Status tessera_status_ = (expression);     \
+    if (!tessera_status_.ok()) return tessera_status_; \
   } while (false)
 
 #define ASSIGN_OR_RETURN(target, expression) \

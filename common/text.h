@@ -12,11 +12,17 @@
 
 namespace tessera {
 
-inline absl::string_view Av(std::string_view text) { return absl::string_view(text.data(), text.size()); }
-inline std::string_view Sv(absl::string_view text) { return std::string_view(text.data(), text.size()); }
+inline absl::string_view Av(std::string_view text) {
+  return absl::string_view(text.data(), text.size());
+}
+inline std::string_view Sv(absl::string_view text) {
+  return std::string_view(text.data(), text.size());
+}
 
 // The status's message as a std::string.
-inline std::string MessageOf(const absl::Status& status) { return std::string(Sv(status.message())); }
+inline std::string MessageOf(const absl::Status& status) {
+  return std::string(Sv(status.message()));
+}
 
 // "what: strerror(error)" under `code`. `error` defaults to errno at the call.
 inline absl::Status ErrnoStatus(absl::StatusCode code, std::string_view what, int error = errno) {

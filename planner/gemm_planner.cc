@@ -47,7 +47,7 @@ bool Matches(const DegradedBand& band, const GemmProblem& problem, Backend backe
 // Enough slices to give each processor two, none shorter than one K block of the tile.
 int SplitFor(const GemmVariant& variant, const GemmProblem& problem, const DeviceFacts& facts) {
   if (variant.info.workspace != kernels::WorkspaceRule::kSplitPartials) return 1;
-  const std::int64_t blocks = (problem.k + variant.tile.k - 1) / variant.tile.k;
+  const std::int64_t blocks = problem.k / variant.tile.k + (problem.k % variant.tile.k != 0 ? 1 : 0);
   return static_cast<int>(std::clamp<std::int64_t>(blocks, 1, 2 * std::max(1, facts.processors)));
 }
 
@@ -81,9 +81,9 @@ absl::StatusOr<Plan> GemmPlanner::Decide(const GemmProblem& problem, const Devic
       return Plan{.variant = index, .split = split, .workspace_bytes = *workspace, .source = Source::kDegraded};
     }
   }
-  return absl::UnimplementedError(absl::StrCat("no band takes class ", problem.gemm_class.ToString(), " with M=",
-                                               problem.m, " N=", problem.n, " K=", problem.k, " on backend ",
-                                               Av(kernels::BackendName(facts.backend))));
+  return absl::UnimplementedError(absl::StrCat("no band takes class ", problem.gemm_class.ToString(),
+                                               " with M=", problem.m, " N=", problem.n, " K=", problem.k,
+                                               " on backend ", Av(kernels::BackendName(facts.backend))));
 }
 
 }  // namespace tessera::planner

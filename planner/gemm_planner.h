@@ -28,8 +28,8 @@ class GemmPlanner {
   // `catalogue` must outlive the planner.
   explicit GemmPlanner(std::span<const kernels::GemmVariant> catalogue);
 
-  // The plan of `problem` on a device of these facts. UNIMPLEMENTED, with the reason, if the catalogue has no variant of
-  // that class for the device. Thread-safe.
+  // The plan of `problem` on a device of these facts. UNIMPLEMENTED, with the reason, if the catalogue has no variant
+  // of that class for the device. Thread-safe.
   absl::StatusOr<Plan> Decide(const GemmProblem& problem, const DeviceFacts& facts) const;
 
  private:

@@ -15,12 +15,14 @@ namespace tessera::planner {
 enum class Source : std::uint8_t { kOverride, kInjected, kBuiltin, kModel, kDegraded };
 inline constexpr std::array<std::string_view, 5> kSourceNames = {"override", "injected", "builtin", "model",
                                                                  "degraded"};
-constexpr std::string_view SourceName(Source source) { return kSourceNames[static_cast<std::size_t>(source)]; }
+constexpr std::string_view SourceName(Source source) {
+  return kSourceNames[static_cast<std::size_t>(source)];
+}
 
 struct DeviceFacts {
   kernels::Backend backend = kernels::Backend::kCpu;
-  int processors = 1;                     // CPU threads, or SMs
-  std::int64_t workspace_bytes_max = 0;   // scratch that one launch may use
+  int processors = 1;                    // CPU threads, or SMs
+  std::int64_t workspace_bytes_max = 0;  // scratch that one launch may use
 };
 
 // A decision: variant and run-time shape of one launch.

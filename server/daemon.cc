@@ -53,12 +53,11 @@ std::uint64_t HalfOfMemory() {
 }
 
 SessionLimits LimitsOf(const Settings& settings) {
-  SessionLimits limits{
-      .sessions_max = static_cast<std::uint64_t>(settings.sessions_max),
-      .leases_max = static_cast<std::uint64_t>(settings.side_connections_max),
-      .buffers_per_session_max = static_cast<std::uint64_t>(settings.buffers_per_session_max),
-      .buffer_bytes_max = static_cast<std::uint64_t>(settings.buffer_bytes_max),
-      .session_buffer_bytes_max = static_cast<std::uint64_t>(settings.session_buffer_bytes_max)};
+  SessionLimits limits{.sessions_max = static_cast<std::uint64_t>(settings.sessions_max),
+                       .leases_max = static_cast<std::uint64_t>(settings.side_connections_max),
+                       .buffers_per_session_max = static_cast<std::uint64_t>(settings.buffers_per_session_max),
+                       .buffer_bytes_max = static_cast<std::uint64_t>(settings.buffer_bytes_max),
+                       .session_buffer_bytes_max = static_cast<std::uint64_t>(settings.session_buffer_bytes_max)};
   if (limits.buffer_bytes_max == 0) limits.buffer_bytes_max = HalfOfMemory();
   if (limits.session_buffer_bytes_max == 0) limits.session_buffer_bytes_max = limits.buffer_bytes_max;
   return limits;
@@ -72,8 +71,8 @@ MetricsOptions MetricsOptionsOf() {
 
 std::vector<std::unique_ptr<Device>> OpenDevices(const Settings& settings) {
   std::vector<std::unique_ptr<Device>> devices;
-  devices.push_back(MakeCpuDevice({.threads = static_cast<int>(settings.cpu_threads),
-                                   .workspace_bytes_max = settings.workspace_bytes_max}));
+  devices.push_back(MakeCpuDevice(
+      {.threads = static_cast<int>(settings.cpu_threads), .workspace_bytes_max = settings.workspace_bytes_max}));
   return devices;
 }
 
@@ -101,7 +100,8 @@ class Daemon::Parts {
         setting_report_(loaded.report),
         metrics_(MetricsOptionsOf()),
         executor_(OpenDevices(settings_), PreferredBackend(settings_),
-                  {.queue_max = settings_.queue_max, .queue_per_session_max = settings_.queue_per_session_max}, metrics_),
+                  {.queue_max = settings_.queue_max, .queue_per_session_max = settings_.queue_per_session_max},
+                  metrics_),
         sessions_(NewEpoch(), LimitsOf(settings_), metrics_, [this] { return executor_.MakeLane(); }),
         scope_{.settings = settings_, .metrics = metrics_, .peers = peers_, .sessions = sessions_},
         compute_(scope_, executor_),
@@ -154,7 +154,8 @@ class Daemon::Parts {
     drain_requested_.wait(lock, [this] { return draining_.load(); });
     const auto deadline = drain_deadline_;
     lock.unlock();
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
+    const auto left =
+        std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
     const bool idle = executor_.AwaitIdle(std::max(left, 0ms));
     if (!idle) spdlog::warn("grace is over with {} operations in flight", executor_.in_flight());
     return idle;
@@ -262,9 +263,17 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const LoadedSettings& sett
 Daemon::Daemon(std::unique_ptr<Parts> parts) : parts_(std::move(parts)) {}
 Daemon::~Daemon() = default;
 
-void Daemon::RequestDrain() { parts_->RequestDrain(); }
-bool Daemon::AwaitDrained() { return parts_->AwaitDrained(); }
-const std::string& Daemon::socket() const { return parts_->socket(); }
-std::string Daemon::http_address() const { return parts_->http_address(); }
+void Daemon::RequestDrain() {
+  parts_->RequestDrain();
+}
+bool Daemon::AwaitDrained() {
+  return parts_->AwaitDrained();
+}
+const std::string& Daemon::socket() const {
+  return parts_->socket();
+}
+std::string Daemon::http_address() const {
+  return parts_->http_address();
+}
 
 }  // namespace tessera::server

@@ -81,8 +81,7 @@ Command AddLogLevel(CLI::App& app, const GlobalOptions& options) {
 }
 
 Command AddConfig(CLI::App& app, const GlobalOptions& options) {
-  CLI::App* command =
-      app.add_subcommand("config", "Every setting, its value and where it came from (administrators)");
+  CLI::App* command = app.add_subcommand("config", "Every setting, its value and where it came from (administrators)");
   return {command, [&options] { return RunConfig(options); }};
 }
 

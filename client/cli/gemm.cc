@@ -17,15 +17,17 @@ namespace tessera::client::cli {
 namespace {
 
 struct Outcome {
-  v1::OpReport report;                 // of the median call
-  std::vector<double> round_trip_us;   // sorted
-  std::vector<double> run_us;          // sorted
+  v1::OpReport report;                // of the median call
+  std::vector<double> round_trip_us;  // sorted
+  std::vector<double> run_us;         // sorted
   std::optional<CheckResult> check;
   GemmSpec spec;
   std::vector<Buffer> buffers;  // of spec
 };
 
-double Median(const std::vector<double>& sorted) { return sorted[sorted.size() / 2]; }
+double Median(const std::vector<double>& sorted) {
+  return sorted[sorted.size() / 2];
+}
 
 v1::Backend BackendOf(const std::string& name) {
   if (name == "auto") return v1::BACKEND_AUTO;
@@ -61,10 +63,8 @@ absl::StatusOr<Outcome> RunGemm(const GlobalOptions& options, const GemmArgument
   if (arguments.check) outcome.check = CheckGemm(problem.spec);
   if (!arguments.save.empty()) {
     const std::vector<std::byte> data = PackedOutput(problem.spec.d);
-    RETURN_IF_ERROR(WriteTensorFile(arguments.save, {.name = "d",
-                                                     .dtype = problem.spec.d.dtype,
-                                                     .shape = problem.spec.d.shape,
-                                                     .data = data}));
+    RETURN_IF_ERROR(WriteTensorFile(
+        arguments.save, {.name = "d", .dtype = problem.spec.d.dtype, .shape = problem.spec.d.shape, .data = data}));
   }
   outcome.spec = problem.spec;
   outcome.buffers = std::move(problem.buffers);
@@ -102,11 +102,12 @@ void PrintJson(const Outcome& outcome) {
 }
 
 void PrintTable(const Outcome& outcome) {
-  Table table({"gemm", ShapeText(outcome.spec.a) + " . " + ShapeText(outcome.spec.b) + "^T -> " + ShapeText(outcome.spec.d)});
+  Table table(
+      {"gemm", ShapeText(outcome.spec.a) + " . " + ShapeText(outcome.spec.b) + "^T -> " + ShapeText(outcome.spec.d)});
   table.Add({"variant", outcome.report.variant()});
-  table.Add({"chosen by", outcome.report.source() + (outcome.report.split() > 1
-                                                        ? ", K in " + std::to_string(outcome.report.split()) + " slices"
-                                                        : "")});
+  table.Add({"chosen by",
+             outcome.report.source() +
+                 (outcome.report.split() > 1 ? ", K in " + std::to_string(outcome.report.split()) + " slices" : "")});
   table.Add({"run", Fixed(Median(outcome.run_us), 1) + " us"});
   table.Add({"round trip", Fixed(Median(outcome.round_trip_us), 1) + " us"});
   table.Add({"speed", Fixed(Gflops(outcome), 2) + " GFLOP/s"});

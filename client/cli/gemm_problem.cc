@@ -44,8 +44,8 @@ absl::StatusOr<TensorView> AddRandom(Session& session, DType dtype, const Shape&
   return view;
 }
 
-absl::StatusOr<TensorView> AddVector(Session& session, std::int64_t extent, float lo, float hi,
-                                     std::mt19937_64& random, std::vector<Buffer>& buffers) {
+absl::StatusOr<TensorView> AddVector(Session& session, std::int64_t extent, float lo, float hi, std::mt19937_64& random,
+                                     std::vector<Buffer>& buffers) {
   ASSIGN_OR_RETURN(Buffer buffer, session.Allocate(std::max<std::uint64_t>(4, 4 * static_cast<std::uint64_t>(extent))));
   const TensorView view = buffer.Tensor(DType::kF32, {extent});
   std::uniform_real_distribution<float> uniform(lo, hi);
@@ -80,8 +80,8 @@ absl::StatusOr<std::pair<DType, DType>> ParsePair(const std::string& pair) {
 
 // The operand's scale: a number if given, else by --scales, else 1 where the type needs one.
 absl::StatusOr<std::optional<Scale>> MakeScale(Session& session, const GemmArguments& arguments, DType dtype,
-                                               std::optional<float> given, std::int64_t extent,
-                                               std::mt19937_64& random, std::vector<Buffer>& buffers) {
+                                               std::optional<float> given, std::int64_t extent, std::mt19937_64& random,
+                                               std::vector<Buffer>& buffers) {
   if (given.has_value()) return std::optional<Scale>(*given);
   if (dtype == DType::kBf16) return std::optional<Scale>();
   if (arguments.scales == "row_col") {
@@ -165,10 +165,10 @@ absl::StatusOr<GemmProblem> MakeGemmProblem(Session& session, const GemmArgument
   const DType out = DTypeFromName(arguments.out);
   const Shape d_batch(spec.a.shape.begin(), spec.a.shape.end() - 2);
   ASSIGN_OR_RETURN(spec.d, AddMatrix(session, out, d_batch, m, n, /*row_major=*/true, problem.buffers));
-  ASSIGN_OR_RETURN(spec.a_scale, MakeScale(session, arguments, spec.a.dtype, arguments.a_scale, m, random,
-                                           problem.buffers));
-  ASSIGN_OR_RETURN(spec.b_scale, MakeScale(session, arguments, spec.b.dtype, arguments.b_scale, n, random,
-                                           problem.buffers));
+  ASSIGN_OR_RETURN(spec.a_scale,
+                   MakeScale(session, arguments, spec.a.dtype, arguments.a_scale, m, random, problem.buffers));
+  ASSIGN_OR_RETURN(spec.b_scale,
+                   MakeScale(session, arguments, spec.b.dtype, arguments.b_scale, n, random, problem.buffers));
   if (arguments.bias) {
     ASSIGN_OR_RETURN(spec.bias, AddVector(session, n, -1.0F, 1.0F, random, problem.buffers));
   }

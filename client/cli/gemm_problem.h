@@ -46,7 +46,8 @@ struct CheckResult {
   double worst = 0;  // error / allowed
 };
 
-// d against float64, allowing float32 accumulation (2 K 2^-24 sum|a||b|), an fp32 epilogue and one rounding to d's type.
+// d against float64, allowing float32 accumulation (2 K 2^-24 sum|a||b|), an fp32 epilogue and one rounding to d's
+// type.
 CheckResult CheckGemm(const GemmSpec& spec);
 
 // d, packed row-major.

@@ -12,19 +12,20 @@ int main(int argc, char** argv) {
   CLI::App app("Talks to the Tessera daemon of this node.", "tessera");
   app.require_subcommand(1);
   app.fallthrough();  // global options may follow the command
-  app.add_option("--socket", options.socket,
-                 "The daemon's Unix socket [env TESSERA_SOCKET; default: /run/tessera/tessera.sock for root, else under "
-                 "$XDG_RUNTIME_DIR or /tmp/tessera-UID]");
+  app.add_option(
+      "--socket", options.socket,
+      "The daemon's Unix socket [env TESSERA_SOCKET; default: /run/tessera/tessera.sock for root, else under "
+      "$XDG_RUNTIME_DIR or /tmp/tessera-UID]");
   app.add_flag("--json", options.json, "One JSON document instead of tables");
   app.add_option("--timeout-ms", options.timeout_ms, "For connecting and for calls that do not compute")
       ->capture_default_str()
       ->check(CLI::Range(1, 600000));
-  app.footer("Exit codes: 0 done, 1 refused or a check failed, 2 wrong command line, 3 no daemon answers.\n"
-             "`tessera COMMAND --help` explains a command.");
+  app.footer(
+      "Exit codes: 0 done, 1 refused or a check failed, 2 wrong command line, 3 no daemon answers.\n"
+      "`tessera COMMAND --help` explains a command.");
 
-  const std::vector<Command> commands = {AddStatus(app, options),   AddGemm(app, options),
-                                         AddBuffers(app, options),  AddMetrics(app, options),
-                                         AddLogLevel(app, options), AddConfig(app, options),
+  const std::vector<Command> commands = {AddStatus(app, options),  AddGemm(app, options),     AddBuffers(app, options),
+                                         AddMetrics(app, options), AddLogLevel(app, options), AddConfig(app, options),
                                          AddDrain(app, options)};
   try {
     app.parse(argc, argv);

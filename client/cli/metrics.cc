@@ -16,7 +16,7 @@ namespace tessera::client::cli {
 namespace {
 
 struct Sample {
-  std::string name;    // with labels: tessera_rpcs_total{method="Compute.Gemm",code="OK"}
+  std::string name;  // with labels: tessera_rpcs_total{method="Compute.Gemm",code="OK"}
   std::string value;
 };
 
@@ -38,8 +38,8 @@ absl::StatusOr<std::string> Scrape(const std::string& address, std::chrono::mill
   std::string status_line;
   std::getline(http, status_line);
   if (status_line.find(" 200 ") == std::string::npos) {
-    return absl::UnavailableError(absl::StrCat("no metrics at http://", address, ": ",
-                                               http ? status_line : http.error().message()));
+    return absl::UnavailableError(
+        absl::StrCat("no metrics at http://", address, ": ", http ? status_line : http.error().message()));
   }
   for (std::string header; std::getline(http, header) && header != "\r";) {
   }

@@ -15,7 +15,9 @@ namespace {
 
 using namespace std::chrono_literals;
 
-bool IsNumber(const std::string& cell) { return !cell.empty() && std::isdigit(static_cast<unsigned char>(cell[0])) != 0; }
+bool IsNumber(const std::string& cell) {
+  return !cell.empty() && std::isdigit(static_cast<unsigned char>(cell[0])) != 0;
+}
 
 struct Column {
   std::size_t width = 0;

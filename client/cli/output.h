@@ -1,5 +1,5 @@
-// How the `tessera` command talks: tables for people, one JSON document for machines, a progress bar for long work, exit
-// codes that mean something.
+// How the `tessera` command talks: tables for people, one JSON document for machines, a progress bar for long work,
+// exit codes that mean something.
 #pragma once
 
 #include <chrono>
@@ -58,7 +58,7 @@ class Progress {
 };
 
 std::string Hex(std::string_view bytes);
-std::string HumanBytes(std::uint64_t bytes);        // "1.5 MiB"
+std::string HumanBytes(std::uint64_t bytes);            // "1.5 MiB"
 std::string HumanDuration(std::uint64_t milliseconds);  // "1h 02m"
 std::string Fixed(double value, int digits);
 

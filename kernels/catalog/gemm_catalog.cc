@@ -37,7 +37,9 @@ static_assert(AccumulationIsNamedFastWithoutChoice(),
 
 }  // namespace
 
-std::span<const GemmVariant> GemmVariants() { return kVariants; }
+std::span<const GemmVariant> GemmVariants() {
+  return kVariants;
+}
 
 std::optional<std::size_t> FindGemmVariant(std::string_view id) {
   for (std::size_t i = 0; i < std::size(kVariants); ++i) {
@@ -48,7 +50,7 @@ std::optional<std::size_t> FindGemmVariant(std::string_view id) {
 
 std::optional<std::int64_t> GemmWorkspaceBytes(const GemmVariant& variant, std::int64_t batch, std::int64_t m,
                                                std::int64_t n, int split) {
-  if (variant.info.workspace == WorkspaceRule::kNone) return 0;
+  if (variant.info.workspace == WorkspaceRule::kNone || batch == 0 || m == 0 || n == 0) return 0;
   std::int64_t bytes = static_cast<std::int64_t>(GemmAccumulatorBytes(variant.gemm_class));
   for (const std::int64_t factor : {batch, m, n, static_cast<std::int64_t>(split)}) {
     if (__builtin_mul_overflow(bytes, factor, &bytes)) return std::nullopt;

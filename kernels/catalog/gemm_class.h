@@ -55,7 +55,9 @@ struct GemmClass {
 };
 
 // Pairs that let a request choose its accumulation; all others have one, named fast.
-constexpr bool HasAccumulationChoice(DType a, DType b) { return IsFp8(a) && IsFp8(b); }
+constexpr bool HasAccumulationChoice(DType a, DType b) {
+  return IsFp8(a) && IsFp8(b);
+}
 
 namespace internal {
 

@@ -14,9 +14,9 @@ inline constexpr int kGemmBatchDimsMax = 3;
 
 // An input matrix, rows x K, or the output, rows x cols.
 struct GemmMatrix {
-  void* data = nullptr;                             // element [0, .., 0, 0]; inputs are only read
-  std::int64_t row_stride = 0;                      // A, D: of m; B: of n
-  std::int64_t col_stride = 0;                      // A, B: of k; D: of n
+  void* data = nullptr;                                      // element [0, .., 0, 0]; inputs are only read
+  std::int64_t row_stride = 0;                               // A, D: of m; B: of n
+  std::int64_t col_stride = 0;                               // A, B: of k; D: of n
   std::int64_t batch_stride[kGemmBatchDimsMax] = {0, 0, 0};  // 0 = the same matrix for every index
 };
 

@@ -17,10 +17,13 @@ namespace {
 using kernels::GemmMatrix;
 using kernels::kGemmBatchDimsMax;
 
+// Of M, N and K: kernels index them with 32 bits.
+constexpr std::int64_t kExtentMax = std::numeric_limits<std::int32_t>::max();
+
 // A tensor with its memory found and its bounds checked.
 struct BoundView {
   const TensorRef* ref = nullptr;
-  std::byte* data = nullptr;  // element [0, .., 0]
+  std::byte* data = nullptr;   // element [0, .., 0]
   bool shared_memory = false;  // in a buffer, so that it may alias another view
   MemoryKey memory;
   StridedBytes bytes;  // begin counts from the start of `memory`
@@ -183,12 +186,21 @@ absl::Status CheckExtents(const GemmCall& call) {
   const auto last = [](const TensorRef& ref) { return ref.shape[ref.rank - 1]; };
   const auto second_last = [](const TensorRef& ref) { return ref.shape[ref.rank - 2]; };
   if (last(call.b) != last(call.a)) {
-    return Invalid(call.b, ".shape", absl::StrCat("K is ", last(call.b), " here and ", last(call.a), " in op.a",
-                                                  " (A is [.., M, K], B is [.., N, K])"));
+    return Invalid(call.b, ".shape",
+                   absl::StrCat("K is ", last(call.b), " here and ", last(call.a), " in op.a",
+                                " (A is [.., M, K], B is [.., N, K])"));
   }
   if (second_last(call.d) != second_last(call.a) || last(call.d) != second_last(call.b)) {
-    return Invalid(call.d, ".shape", absl::StrCat("[.., ", second_last(call.d), ", ", last(call.d), "]; A and B give [.., ",
-                                                  second_last(call.a), ", ", second_last(call.b), "]"));
+    return Invalid(call.d, ".shape",
+                   absl::StrCat("[.., ", second_last(call.d), ", ", last(call.d), "]; A and B give [.., ",
+                                second_last(call.a), ", ", second_last(call.b), "]"));
+  }
+  for (const auto& [ref, dim] : {std::pair{&call.a, "M"}, std::pair{&call.b, "N"}}) {
+    if (std::max(second_last(*ref), last(*ref)) > kExtentMax) {
+      return Invalid(
+          *ref, ".shape",
+          absl::StrCat("[.., ", second_last(*ref), ", ", last(*ref), "]; ", dim, " and K are at most ", kExtentMax));
+    }
   }
   // The work must be countable: every later product of extents is at most this one.
   std::int64_t work = 2;
@@ -241,15 +253,15 @@ absl::Status CheckNoAlias(const BoundView& d, const BoundView& input) {
   if (!d.shared_memory || !input.shared_memory || !(d.memory == input.memory)) return absl::OkStatus();
   if (!HasElements(*d.ref) || !HasElements(*input.ref)) return absl::OkStatus();
   if (!MayOverlap(d.bytes, input.bytes)) return absl::OkStatus();
-  return Invalid(*d.ref, "", absl::StrCat("overlaps ", Av(input.ref->field), "; an output may share no byte with an input"));
+  return Invalid(*d.ref, "",
+                 absl::StrCat("overlaps ", Av(input.ref->field), "; an output may share no byte with an input"));
 }
 
 // `extent` elements, or one for all where that is allowed.
 absl::StatusOr<std::int64_t> VectorStride(const TensorRef& ref, std::int64_t extent, bool one_for_all) {
   if (ref.rank == 1 && ref.shape[0] == extent) return ref.stride[0];
   if (one_for_all && ref.rank == 1 && ref.shape[0] == 1) return 0;
-  return Invalid(ref, ".shape",
-                 absl::StrCat(ShapeText(ref), "; must be [", extent, one_for_all ? "] or [1]" : "]"));
+  return Invalid(ref, ".shape", absl::StrCat(ShapeText(ref), "; must be [", extent, one_for_all ? "] or [1]" : "]"));
 }
 
 absl::StatusOr<kernels::GemmScale> BindScale(Binder& binder, const ScaleRef& scale, std::int64_t extent,

@@ -26,9 +26,9 @@ struct BoundGemm {
 // Where tensors of a call may live.
 struct BindScope {
   SessionTable* sessions = nullptr;
-  const Session* session = nullptr;       // null: the call has none, only inline tensors bind
-  std::string* inline_result = nullptr;   // receives an inline output
-  std::uint64_t inline_bytes_max = 0;     // of one inline tensor
+  const Session* session = nullptr;      // null: the call has none, only inline tensors bind
+  std::string* inline_result = nullptr;  // receives an inline output
+  std::uint64_t inline_bytes_max = 0;    // of one inline tensor
   Metrics* metrics = nullptr;
 };
 

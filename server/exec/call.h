@@ -22,8 +22,8 @@ struct TensorRef {
 
   std::string_view field;  // path in the request, such as "op.a"; a literal
   Storage storage = Storage::kBuffer;
-  Id buffer;                                    // kBuffer
-  const std::string* inline_data = nullptr;     // kInlineData; owned by the request
+  Id buffer;                                 // kBuffer
+  const std::string* inline_data = nullptr;  // kInlineData; owned by the request
   std::uint64_t byte_offset = 0;
   DType dtype = DType::kUnspecified;
   int rank = 0;

@@ -5,8 +5,8 @@
 #include <boost/asio/post.hpp>
 #include <boost/asio/strand.hpp>
 #include <boost/asio/thread_pool.hpp>
-#include <condition_variable>
 #include <chrono>
+#include <condition_variable>
 #include <cstdlib>
 #include <mutex>
 #include <new>
@@ -23,8 +23,7 @@ namespace asio = boost::asio;
 using Clock = std::chrono::steady_clock;
 
 std::uint64_t NanosecondsSince(Clock::time_point start) {
-  return static_cast<std::uint64_t>(
-      std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count());
+  return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count());
 }
 
 // One parallel loop. Helpers that arrive after the last task was taken leave without touching `body` or `arg`, which
@@ -134,9 +133,7 @@ class CpuStream final : public Stream, public std::enable_shared_from_this<CpuSt
 class CpuDevice final : public Device {
  public:
   CpuDevice(int threads, std::int64_t workspace_bytes_max)
-      : facts_{.backend = kernels::Backend::kCpu,
-               .processors = threads,
-               .workspace_bytes_max = workspace_bytes_max},
+      : facts_{.backend = kernels::Backend::kCpu, .processors = threads, .workspace_bytes_max = workspace_bytes_max},
         pool_(static_cast<std::size_t>(threads)) {}
 
   ~CpuDevice() override { pool_.join(); }

@@ -13,10 +13,10 @@
 namespace tessera::server {
 
 struct JobResult {
-  absl::Status status;          // OK: outputs are written
-  bool launched = false;        // false: nothing ran, outputs are untouched
-  std::uint64_t queue_ns = 0;   // from Enqueue to launch, or to the refusal
-  std::uint64_t run_ns = 0;     // on the device
+  absl::Status status;         // OK: outputs are written
+  bool launched = false;       // false: nothing ran, outputs are untouched
+  std::uint64_t queue_ns = 0;  // from Enqueue to launch, or to the refusal
+  std::uint64_t run_ns = 0;    // on the device
 };
 
 // One launch. Callbacks run on device threads, never on the caller's, and must not block.

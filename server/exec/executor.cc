@@ -17,8 +17,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 std::uint64_t NanosecondsSince(Clock::time_point start) {
-  return static_cast<std::uint64_t>(
-      std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count());
+  return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count());
 }
 
 OperationOutcome OutcomeOf(const absl::Status& status) {
@@ -76,9 +75,13 @@ Executor::Executor(std::vector<std::unique_ptr<Device>> devices, std::optional<k
 }
 
 // Devices wait for their queued jobs, whose callbacks use the members below them.
-Executor::~Executor() { devices_.clear(); }
+Executor::~Executor() {
+  devices_.clear();
+}
 
-std::shared_ptr<SessionLane> Executor::MakeLane() { return std::make_shared<Lane>(devices_); }
+std::shared_ptr<SessionLane> Executor::MakeLane() {
+  return std::make_shared<Lane>(devices_);
+}
 
 absl::StatusOr<Device*> Executor::ChooseDevice(const Operation& operation) const {
   const kernels::Backend wanted = operation.backend.value_or(default_backend_);
@@ -145,8 +148,9 @@ void Executor::Submit(Operation operation) {
 }
 
 void Executor::Enqueue(std::shared_ptr<Pending> pending) {
-  spdlog::trace("gemm {} m={} n={} k={} batch={} -> {} ({}, split {})", pending->operation.gemm.problem.gemm_class.ToString(),
-                pending->operation.gemm.problem.m, pending->operation.gemm.problem.n, pending->operation.gemm.problem.k,
+  spdlog::trace("gemm {} m={} n={} k={} batch={} -> {} ({}, split {})",
+                pending->operation.gemm.problem.gemm_class.ToString(), pending->operation.gemm.problem.m,
+                pending->operation.gemm.problem.n, pending->operation.gemm.problem.k,
                 pending->operation.gemm.problem.batch, pending->report.variant,
                 planner::SourceName(pending->report.source), pending->report.split);
   // Calls without a session are not ordered among themselves: each has a stream of its own.
@@ -156,7 +160,8 @@ void Executor::Enqueue(std::shared_ptr<Pending> pending) {
   job.workspace_bytes = pending->plan.workspace_bytes;
   job.admit = [this, pending]() -> absl::Status {
     const Operation& op = pending->operation;
-    if (op.session != nullptr && op.session->ended()) return absl::CancelledError("the session ended before the launch");
+    if (op.session != nullptr && op.session->ended())
+      return absl::CancelledError("the session ended before the launch");
     return op.still_wanted();
   };
   job.launch = [this, pending](const kernels::LaunchContext& context) {

@@ -37,8 +37,8 @@ struct OperationReport {
 
 struct Operation {
   BoundGemm gemm;
-  std::shared_ptr<Session> session;          // null for calls without one
-  std::optional<kernels::Backend> backend;   // strict; nullopt = the default
+  std::shared_ptr<Session> session;         // null for calls without one
+  std::optional<kernels::Backend> backend;  // strict; nullopt = the default
   // Asked right before the launch: CANCELLED or DEADLINE_EXCEEDED drops the operation.
   std::function<absl::Status()> still_wanted;
   // Called exactly once: on the submitting thread for a refusal, else on a device thread.

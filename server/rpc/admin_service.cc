@@ -77,8 +77,8 @@ grpc::ServerUnaryReactor* AdminService::SetLogLevel(grpc::CallbackServerContext*
   });
 }
 
-grpc::ServerUnaryReactor* AdminService::Drain(grpc::CallbackServerContext* context,
-                                              const v1::DrainRequest* /*request*/, v1::DrainReply* reply) {
+grpc::ServerUnaryReactor* AdminService::Drain(grpc::CallbackServerContext* context, const v1::DrainRequest* /*request*/,
+                                              v1::DrainReply* reply) {
   return Answer(context, scope_, RpcMethod::kAdminDrain, [&](const Peer& peer) -> absl::Status {
     RETURN_IF_ERROR(scope_.RequireAdministrator(peer));
     spdlog::info("drain asked for by {}", peer.Principal());

@@ -21,8 +21,7 @@ void FillInfo(const BufferRow& row, v1::BufferInfo& info) {
   info.set_space("host");
   info.set_bytes(row.bytes);
   info.set_references(row.users);
-  info.set_age_ms(
-      static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(row.age).count()));
+  info.set_age_ms(static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(row.age).count()));
   info.set_principal(row.owner.Principal());
   info.set_owner_pid(row.owner.pid);
   info.set_session_label(row.session_label);
@@ -61,9 +60,9 @@ grpc::ServerUnaryReactor* MemoryService::ImportBuffer(grpc::CallbackServerContex
                                                       v1::ImportBufferReply* reply) {
   return Answer(context, scope_, RpcMethod::kMemoryImportBuffer, [&](const Peer& peer) -> absl::Status {
     ASSIGN_OR_RETURN(const std::shared_ptr<Session> session, scope_.RequireSession(*context, peer));
-    ASSIGN_OR_RETURN(const SessionTable::NewBuffer buffer,
-                     scope_.sessions.ImportBuffer(*session, request->descriptor_ticket(), request->byte_offset(),
-                                                  request->bytes()));
+    ASSIGN_OR_RETURN(
+        const SessionTable::NewBuffer buffer,
+        scope_.sessions.ImportBuffer(*session, request->descriptor_ticket(), request->byte_offset(), request->bytes()));
     reply->set_buffer_id(buffer.id.Bytes());
     reply->set_bytes(buffer.bytes);
     return absl::OkStatus();

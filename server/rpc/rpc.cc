@@ -31,8 +31,8 @@ absl::StatusOr<std::shared_ptr<Session>> RpcScope::SessionOf(const grpc::Callbac
   if (found == metadata.end()) return std::shared_ptr<Session>();
   Id token;
   if (!Id::Parse(std::string_view(found->second.data(), found->second.size()), token)) {
-    return absl::InvalidArgumentError(absl::StrCat("metadata ", kSessionMetadata, ": ", found->second.size(),
-                                                   " bytes; a token has ", Id::kBytes));
+    return absl::InvalidArgumentError(
+        absl::StrCat("metadata ", kSessionMetadata, ": ", found->second.size(), " bytes; a token has ", Id::kBytes));
   }
   return sessions.FindSession(peer, token);
 }
@@ -54,8 +54,10 @@ bool RpcScope::IsAdministrator(const Peer& peer) const {
 
 absl::Status RpcScope::RequireAdministrator(const Peer& peer) const {
   if (IsAdministrator(peer)) return absl::OkStatus();
-  return absl::PermissionDeniedError(absl::StrCat(peer.Principal(), " is no administrator of this daemon: needed is uid 0, "
-                                                  "uid ", ::geteuid(), ", or a uid of the setting admin_uids"));
+  return absl::PermissionDeniedError(absl::StrCat(peer.Principal(),
+                                                  " is no administrator of this daemon: needed is uid 0, "
+                                                  "uid ",
+                                                  ::geteuid(), ", or a uid of the setting admin_uids"));
 }
 
 }  // namespace tessera::server

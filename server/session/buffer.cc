@@ -41,7 +41,9 @@ absl::Status CheckMemfd(int fd) {
   return absl::OkStatus();
 }
 
-std::uint64_t PageBytes() { return static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE)); }
+std::uint64_t PageBytes() {
+  return static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+}
 
 }  // namespace
 
@@ -131,8 +133,8 @@ absl::StatusOr<std::shared_ptr<Buffer>> Buffer::Allocate(std::uint64_t bytes, st
 absl::Status Buffer::Map(int fd, std::uint64_t byte_offset) {
   const std::uint64_t lead = byte_offset % PageBytes();
   mapping_bytes_ = bytes_ + lead;
-  void* mapping = ::mmap(nullptr, mapping_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd,
-                         static_cast<off_t>(byte_offset - lead));
+  void* mapping =
+      ::mmap(nullptr, mapping_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(byte_offset - lead));
   if (mapping == MAP_FAILED) {
     return ErrnoStatus(absl::StatusCode::kResourceExhausted, absl::StrCat("mapping ", bytes_, " bytes"));
   }
@@ -159,7 +161,9 @@ BufferPin& BufferPin::operator=(BufferPin&& other) noexcept {
   return *this;
 }
 
-BufferPin::~BufferPin() { Unpin(); }
+BufferPin::~BufferPin() {
+  Unpin();
+}
 
 void BufferPin::Unpin() {
   if (buffer_ != nullptr) buffer_->users_.fetch_sub(1, std::memory_order_relaxed);

@@ -1,5 +1,5 @@
-// The 16-byte identity of a session, lease or buffer: daemon epoch, slot index, slot generation, random. A reader learns
-// from it whether it belongs to this daemon process, and a re-used slot never answers to an old id.
+// The 16-byte identity of a session, lease or buffer: daemon epoch, slot index, slot generation, random. A reader
+// learns from it whether it belongs to this daemon process, and a re-used slot never answers to an old id.
 #pragma once
 
 #include <array>

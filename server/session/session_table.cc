@@ -180,8 +180,7 @@ absl::StatusOr<SessionTable::NewBuffer> SessionTable::Register(Session& session,
 absl::StatusOr<SessionTable::NewBuffer> SessionTable::ImportBuffer(Session& session, std::uint64_t ticket,
                                                                    std::uint64_t byte_offset, std::uint64_t bytes) {
   ASSIGN_OR_RETURN(UniqueFd fd, TakeDescriptor(session, ticket));
-  ASSIGN_OR_RETURN(std::shared_ptr<Buffer> buffer,
-                   Buffer::Import(std::move(fd), byte_offset, bytes, session.budget_));
+  ASSIGN_OR_RETURN(std::shared_ptr<Buffer> buffer, Buffer::Import(std::move(fd), byte_offset, bytes, session.budget_));
   return Register(session, std::move(buffer));
 }
 

@@ -123,7 +123,7 @@ class SessionTable {
  private:
   struct Lease {
     Peer peer;
-    Id session;  // all zero: none yet
+    Id session;                                 // all zero: none yet
     std::map<std::uint64_t, UniqueFd> waiting;  // ticket -> descriptor
   };
   struct OwnedBuffer {

@@ -42,10 +42,9 @@ class SideConnection : public std::enable_shared_from_this<SideConnection> {
 
  private:
   void Wait() {
-    socket_.async_wait(asio::posix::stream_descriptor::wait_read,
-                       [self = shared_from_this()](const error_code& error) {
-                         if (!error) self->Receive();
-                       });
+    socket_.async_wait(asio::posix::stream_descriptor::wait_read, [self = shared_from_this()](const error_code& error) {
+      if (!error) self->Receive();
+    });
   }
 
   void End() { sessions_.CloseLease(lease_); }

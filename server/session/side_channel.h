@@ -1,4 +1,5 @@
-// The daemon's end of the side channel (proto/tessera/v1/side_channel.proto): one object a connection, which is a lease.
+// The daemon's end of the side channel (proto/tessera/v1/side_channel.proto): one object a connection, which is a
+// lease.
 #pragma once
 
 #include <boost/asio/io_context.hpp>

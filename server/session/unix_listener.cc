@@ -24,7 +24,8 @@ constexpr int kBacklog = 128;
 absl::Status PrepareDirectory(const std::filesystem::path& directory) {
   std::error_code error;
   const bool made = std::filesystem::create_directories(directory, error);
-  if (error) return absl::FailedPreconditionError(absl::StrCat("cannot make ", directory.string(), ": ", error.message()));
+  if (error)
+    return absl::FailedPreconditionError(absl::StrCat("cannot make ", directory.string(), ": ", error.message()));
   if (made && ::chmod(directory.c_str(), 0750) != 0) {
     return ErrnoStatus(absl::StatusCode::kFailedPrecondition, absl::StrCat("chmod 0750 ", directory.string()));
   }
@@ -33,12 +34,12 @@ absl::Status PrepareDirectory(const std::filesystem::path& directory) {
     return ErrnoStatus(absl::StatusCode::kFailedPrecondition, directory.string());
   }
   if (info.st_uid != ::geteuid() && info.st_uid != 0) {
-    return absl::FailedPreconditionError(absl::StrCat(directory.string(), " belongs to uid ", info.st_uid,
-                                                      "; choose another directory with --socket"));
+    return absl::FailedPreconditionError(
+        absl::StrCat(directory.string(), " belongs to uid ", info.st_uid, "; choose another directory with --socket"));
   }
   if ((info.st_mode & (S_IWOTH | S_IWGRP)) != 0) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        directory.string(), " can be written by others; choose a directory of mode 0750 with --socket"));
+    return absl::FailedPreconditionError(
+        absl::StrCat(directory.string(), " can be written by others; choose a directory of mode 0750 with --socket"));
   }
   return absl::OkStatus();
 }

@@ -178,9 +178,9 @@ TEST(GemmWorkspace, BeyondSixtyThreeBitsIsNullopt) {
   EXPECT_EQ(GemmWorkspaceBytes(floats, 1, kLargest + 1, 1, 1), std::nullopt);
   EXPECT_EQ(GemmWorkspaceBytes(floats, 1, 1, kLargest, 2), std::nullopt);
   EXPECT_EQ(GemmWorkspaceBytes(floats, kTwo31, kTwo31, 1, 1), std::nullopt);
-  EXPECT_EQ(GemmWorkspaceBytes(floats, 1, kTwo31, kTwo31 / 4, 1), std::nullopt);
-  EXPECT_EQ(GemmWorkspaceBytes(floats, 1, kTwo31, kTwo31 / 8, 1), kTwo31 * kTwo31 / 2);
-  EXPECT_EQ(GemmWorkspaceBytes(integers, 1, kTwo31, kTwo31 / 8, 1), std::nullopt);
+  EXPECT_EQ(GemmWorkspaceBytes(floats, 1, kTwo31, kTwo31 / 2, 1), std::nullopt);
+  EXPECT_EQ(GemmWorkspaceBytes(floats, 1, kTwo31, kTwo31 / 4, 1), std::int64_t{1} << 62);
+  EXPECT_EQ(GemmWorkspaceBytes(integers, 1, kTwo31, kTwo31 / 4, 1), std::nullopt);
   // 2^64 + 2^34 bytes would wrap to a small positive number.
   EXPECT_EQ(GemmWorkspaceBytes(floats, 1, kTwo31, kTwo31 + 2, 1), std::nullopt);
 }

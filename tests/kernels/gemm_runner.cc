@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <cstring>
 #include <set>
 #include <thread>
 
@@ -58,16 +57,15 @@ LaunchError RunGemm(std::size_t variant, const GemmParams& params, int split, co
 }
 
 std::vector<std::byte> PackedOutput(const GemmParams& params, DType dtype) {
+  EXPECT_EQ(params.d.col_stride, 1);
   const std::size_t bytes = DTypeBytes(dtype);
-  const std::int64_t batches = oracle::BatchCount(params);
-  std::vector<std::byte> packed(static_cast<std::size_t>(batches * params.m * params.n) * bytes);
-  std::byte* out = packed.data();
-  for (std::int64_t batch = 0; batch < batches; ++batch) {
+  const std::size_t row_bytes = static_cast<std::size_t>(params.n) * bytes;
+  std::vector<std::byte> packed;
+  for (std::int64_t batch = 0; batch < oracle::BatchCount(params); ++batch) {
     for (std::int64_t m = 0; m < params.m; ++m) {
-      for (std::int64_t n = 0; n < params.n; ++n, out += bytes) {
-        const auto element = static_cast<std::size_t>(oracle::ElementOffset(params, params.d, batch, m, n));
-        std::memcpy(out, static_cast<const std::byte*>(params.d.data) + element * bytes, bytes);
-      }
+      const auto element = static_cast<std::size_t>(oracle::ElementOffset(params, params.d, batch, m, 0));
+      const std::byte* row = static_cast<const std::byte*>(params.d.data) + element * bytes;
+      packed.insert(packed.end(), row, row + row_bytes);
     }
   }
   return packed;

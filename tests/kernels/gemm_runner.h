@@ -44,7 +44,7 @@ std::vector<int> SplitsFor(const GemmVariant& variant, std::int64_t k);
 // Launches with scratch of GemmWorkspaceBytes() filled with NaN; fails the running test if its guards are touched.
 LaunchError RunGemm(std::size_t variant, const GemmParams& params, int split, const HostParallel& parallel = {});
 
-// The elements of D, packed [batch.., m, n].
+// The elements of D, whose rows must be contiguous, packed [batch.., m, n].
 std::vector<std::byte> PackedOutput(const GemmParams& params, DType dtype);
 
 }  // namespace tessera::kernels

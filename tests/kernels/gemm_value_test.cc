@@ -241,7 +241,7 @@ TEST(GemmValues, Int8IsExactForOddN) {
   }
 }
 
-// 300,000 * 2^14 = 4,915,200,000: beyond 32 bits, and exact in float32 (but not where float32 did the summing).
+// 300,000 * 2^14 = 4,915,200,000: beyond 32 bits, and exact in float32.
 TEST(GemmValues, Int8SumsBeyond32BitsAreExact) {
   for (const GemmClass& c : CpuClasses([](const GemmClass& c) { return IsPair(c, DType::kS8, DType::kS8); })) {
     GemmProblem problem(CaseOf(c, 3, 17, 300'000), kSeed);
@@ -253,6 +253,25 @@ TEST(GemmValues, Int8SumsBeyond32BitsAreExact) {
     const double want = oracle::Decode(c.out, rounded.data());
     ForEachLaunch(c, problem, params,
                   [&] { ExpectValues(params, c.out, [&](std::int64_t, std::int64_t) { return want; }); });
+  }
+}
+
+// Sums climb to 2,419,350,000 and back to a small integer: what float32 partial sums would round away.
+TEST(GemmValues, Int8SumsThatCancelAreExact) {
+  constexpr std::int64_t kHalf = 150'000;
+  for (const GemmClass& c : CpuClasses([](const GemmClass& x) { return IsPair(x, DType::kS8, DType::kS8); })) {
+    GemmProblem problem(CaseOf(c, 3, 17, 2 * kHalf + 1), kSeed);
+    const GemmParams& params = problem.params();
+    SetOperands(
+        params, c, [](std::int64_t m, std::int64_t k) { return k == 2 * kHalf ? static_cast<double>(m + 1) : 127; },
+        [](std::int64_t n, std::int64_t k) {
+          if (k == 2 * kHalf) return static_cast<double>(n - 8);
+          return k < kHalf ? 127.0 : -127.0;
+        });
+    ForEachLaunch(c, problem, params, [&] {
+      ExpectValues(params, c.out,
+                   [](std::int64_t m, std::int64_t n) { return static_cast<double>((m + 1) * (n - 8)); });
+    });
   }
 }
 

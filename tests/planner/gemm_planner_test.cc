@@ -5,7 +5,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cstdlib>
 #include <fstream>
 #include <limits>
@@ -159,13 +158,19 @@ TEST(GemmPlanner, FallsToAnotherRecipeWhereScratchIsShort) {
   }
 }
 
+// The catalogue of one recipe alone.
+std::vector<GemmVariant> OnlyRecipe(std::string_view recipe) {
+  std::vector<GemmVariant> variants;
+  for (const GemmVariant& variant : GemmVariants()) {
+    if (variant.info.recipe == recipe) variants.push_back(variant);
+  }
+  return variants;
+}
+
 TEST(GemmPlanner, ABackendWithoutKernelsIsUnimplementedWithTheReason) {
-  const GemmPlanner planner(GemmVariants());
+  const std::vector<GemmVariant> host_only = OnlyRecipe("reference");
+  const GemmPlanner planner(host_only);
   for (const Backend backend : {Backend::kCuda, Backend::kVendor}) {
-    const auto has_class = [&](const GemmVariant& variant) {
-      return variant.info.backend == backend && variant.gemm_class == kBf16Class;
-    };
-    if (std::any_of(GemmVariants().begin(), GemmVariants().end(), has_class)) continue;
     const auto plan = planner.Decide({.gemm_class = kBf16Class, .m = 1, .n = 1, .k = 1}, {.backend = backend});
     EXPECT_EQ(plan.status().code(), absl::StatusCode::kUnimplemented);
     EXPECT_THAT(MessageOf(plan.status()), HasSubstr("bf16_bf16.bf16.fast.NT"));
@@ -185,15 +190,6 @@ TEST(GemmPlanner, AClassWithoutKernelsIsUnimplementedWithTheReason) {
     EXPECT_THAT(MessageOf(plan.status()), HasSubstr(gemm_class.ToString()));
     EXPECT_THAT(MessageOf(plan.status()), HasSubstr("cpu"));
   }
-}
-
-// The catalogue of one recipe alone.
-std::vector<GemmVariant> OnlyRecipe(std::string_view recipe) {
-  std::vector<GemmVariant> variants;
-  for (const GemmVariant& variant : GemmVariants()) {
-    if (variant.info.recipe == recipe) variants.push_back(variant);
-  }
-  return variants;
 }
 
 TEST(GemmPlanner, UsesWhatTheCatalogueHas) {

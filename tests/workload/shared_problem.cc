@@ -100,7 +100,9 @@ client::TensorView View(const client::Buffer& buffer, const PlannedView& planned
   return buffer.Tensor(planned.dtype, planned.shape, planned.byte_offset, planned.strides);
 }
 
-std::int64_t ScaleExtent(ScaleMode mode, std::int64_t extent) { return mode == ScaleMode::kVector ? extent : 1; }
+std::int64_t ScaleExtent(ScaleMode mode, std::int64_t extent) {
+  return mode == ScaleMode::kVector ? extent : 1;
+}
 
 std::optional<client::Scale> MakeScale(const client::Buffer& buffer, ScaleMode mode, const PlannedView& planned,
                                        Fill fill, oracle::Random& random) {
@@ -153,18 +155,17 @@ kernels::GemmParams ParamsOf(const client::GemmSpec& spec) {
 absl::StatusOr<SharedProblem> SharedProblem::Make(client::Session& session, const GemmCase& gemm_case,
                                                   std::uint64_t seed, MemoryOwner owner) {
   Layout layout(gemm_case);
-  const PlannedView a = layout.Matrix(gemm_case.a, gemm_case.m, gemm_case.k, gemm_case.layout[0] == 'N',
-                                      gemm_case.a_broadcast.data());
-  const PlannedView b = layout.Matrix(gemm_case.b, gemm_case.n, gemm_case.k, gemm_case.layout[1] == 'T',
-                                      gemm_case.b_broadcast.data());
+  const PlannedView a =
+      layout.Matrix(gemm_case.a, gemm_case.m, gemm_case.k, gemm_case.layout[0] == 'N', gemm_case.a_broadcast.data());
+  const PlannedView b =
+      layout.Matrix(gemm_case.b, gemm_case.n, gemm_case.k, gemm_case.layout[1] == 'T', gemm_case.b_broadcast.data());
   const PlannedView d = layout.Matrix(gemm_case.d, gemm_case.m, gemm_case.n, /*row_major=*/true, nullptr);
   const PlannedView a_scale = layout.Vector(DType::kF32, ScaleExtent(gemm_case.a_scale, gemm_case.m));
   const PlannedView b_scale = layout.Vector(DType::kF32, ScaleExtent(gemm_case.b_scale, gemm_case.n));
-  const PlannedView bias =
-      layout.Vector(gemm_case.bias == BiasMode::kBf16 ? DType::kBf16 : DType::kF32, gemm_case.n);
+  const PlannedView bias = layout.Vector(gemm_case.bias == BiasMode::kBf16 ? DType::kBf16 : DType::kF32, gemm_case.n);
 
-  ASSIGN_OR_RETURN(client::Buffer buffer, owner == MemoryOwner::kDaemon ? session.Allocate(layout.bytes())
-                                                                        : session.Share(layout.bytes()));
+  ASSIGN_OR_RETURN(client::Buffer buffer,
+                   owner == MemoryOwner::kDaemon ? session.Allocate(layout.bytes()) : session.Share(layout.bytes()));
   std::memset(buffer.data(), 0x7b, buffer.bytes());
   SharedProblem problem(std::move(buffer), gemm_case);
   oracle::Random random(seed);

@@ -140,7 +140,8 @@ class TemporaryFolder {
   const std::filesystem::path path_;
 };
 
-absl::Status WriteRandom(const std::string& path, DType dtype, std::vector<std::int64_t> shape, oracle::Random& random) {
+absl::Status WriteRandom(const std::string& path, DType dtype, std::vector<std::int64_t> shape,
+                         oracle::Random& random) {
   std::vector<std::byte> data(client::PackedBytes(dtype, shape));
   for (std::size_t at = 0; at < data.size(); at += DTypeBytes(dtype)) {
     const double value = dtype == DType::kS8 ? static_cast<double>(random.Int(-128, 127)) : random.Uniform(-1, 1);
@@ -198,8 +199,8 @@ absl::StatusOr<Tally> Run(const Options& options) {
 }
 
 int Report(const Options& options, const Tally& tally) {
-  std::printf("\n%d right, %d wrong; worst error %.3f of the allowed; seed %llu\n", tally.right, tally.wrong, tally.worst,
-              static_cast<unsigned long long>(options.seed));
+  std::printf("\n%d right, %d wrong; worst error %.3f of the allowed; seed %llu\n", tally.right, tally.wrong,
+              tally.worst, static_cast<unsigned long long>(options.seed));
   for (const auto& [recipe, calls] : tally.recipes) std::printf("  %-20s chosen %d times\n", recipe.c_str(), calls);
   if (static_cast<int>(tally.recipes.size()) < kVariantsWanted) {
     std::printf("the planner used fewer than %d recipes\n", kVariantsWanted);

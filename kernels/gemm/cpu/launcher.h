@@ -7,11 +7,11 @@
 #include "kernels/gemm/gemm_params.h"
 #include "kernels/launch/launch.h"
 
-#define TESSERA_GEMM_CPU_LAUNCHER(symbol, class_name, launcher, tile_m, tile_n, tile_k)                             \
-  namespace tessera::kernels {                                                                                      \
-  LaunchError symbol(const GemmParams& params, const LaunchShape& shape, const LaunchContext& context);             \
-  LaunchError symbol(const GemmParams& params, const LaunchShape& shape, const LaunchContext& context) {            \
-    constexpr GemmClass kClass = ParseGemmClass(class_name).value().gemm_class;                                     \
-    return launcher<kClass.a, kClass.b, kClass.out, cpu::Tile<tile_m, tile_n, tile_k>>(params, shape, context);     \
-  }                                                                                                                 \
+#define TESSERA_GEMM_CPU_LAUNCHER(symbol, class_name, launcher, tile_m, tile_n, tile_k)                         \
+  namespace tessera::kernels {                                                                                  \
+  LaunchError symbol(const GemmParams& params, const LaunchShape& shape, const LaunchContext& context);         \
+  LaunchError symbol(const GemmParams& params, const LaunchShape& shape, const LaunchContext& context) {        \
+    constexpr GemmClass kClass = ParseGemmClass(class_name).value().gemm_class;                                 \
+    return launcher<kClass.a, kClass.b, kClass.out, cpu::Tile<tile_m, tile_n, tile_k>>(params, shape, context); \
+  }                                                                                                             \
   }

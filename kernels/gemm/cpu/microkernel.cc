@@ -54,7 +54,9 @@ MicroTileFunction ChooseMicroTile() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? MicroTileAvx2 : MicroTilePortable;
 }
 #else
-MicroTileFunction ChooseMicroTile() { return MicroTilePortable; }
+MicroTileFunction ChooseMicroTile() {
+  return MicroTilePortable;
+}
 #endif
 
 }  // namespace

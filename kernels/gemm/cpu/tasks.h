@@ -19,7 +19,9 @@ void ForEachTask(const HostParallel& parallel, std::int64_t tasks, Body& body) {
       parallel.self, tasks, [](void* arg, std::int64_t task) { (*static_cast<Body*>(arg))(task); }, &body);
 }
 
-constexpr std::int64_t CeilDiv(std::int64_t value, std::int64_t by) { return (value + by - 1) / by; }
+constexpr std::int64_t CeilDiv(std::int64_t value, std::int64_t by) {
+  return (value + by - 1) / by;
+}
 
 inline std::int64_t BatchCount(const GemmParams& params) {
   std::int64_t count = 1;

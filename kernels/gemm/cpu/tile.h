@@ -18,9 +18,9 @@ inline constexpr int kTileElementsMax = 96 * 96;
 
 // Working memory of one thread; every variant fits (asserted in ComputeTile).
 struct TileBuffers {
-  alignas(64) float a_panel[kPanelElementsMax];  // (kM / kMicroM, kK, kMicroM)
-  alignas(64) float b_panel[kPanelElementsMax];  // (kN / kMicroN, kK, kMicroN)
-  alignas(64) float product[kTileElementsMax];   // (kM, kN)
+  alignas(64) float a_panel[kPanelElementsMax];            // (kM / kMicroM, kK, kMicroM)
+  alignas(64) float b_panel[kPanelElementsMax];            // (kN / kMicroN, kK, kMicroN)
+  alignas(64) float product[kTileElementsMax];             // (kM, kN)
   alignas(64) std::int64_t integer_sum[kTileElementsMax];  // (kM, kN)
 };
 
@@ -29,8 +29,8 @@ inline TileBuffers& ThreadTileBuffers() {
   return buffers;
 }
 
-// rows x depth elements of a strided operand -> panels of kWidth rows, depth-major inside a panel; rows past the end are
-// zero, so that the microkernel needs no edge case.
+// rows x depth elements of a strided operand -> panels of kWidth rows, depth-major inside a panel; rows past the end
+// are zero, so that the microkernel needs no edge case.
 template <DType kType, int kWidth>
 void PackPanels(const typename Element<kType>::Storage* source, std::int64_t row_stride, std::int64_t depth_stride,
                 int rows, int depth, float* panels) {
@@ -53,7 +53,9 @@ void PackPanels(const typename Element<kType>::Storage* source, std::int64_t row
   }
 }
 
-constexpr int RoundUp(int value, int to) { return (value + to - 1) / to * to; }
+constexpr int RoundUp(int value, int to) {
+  return (value + to - 1) / to * to;
+}
 
 // product (rows x cols, row pitch kN) += a_panel * b_panel over `depth`.
 template <int kN>
@@ -83,7 +85,8 @@ template <DType kA, DType kB, typename TileShape>
 auto* ComputeTile(const GemmParams& params, const TileRange& range) {
   constexpr bool kInteger = kIntegerProduct<kA, kB>;
   static_assert(TileShape::kM % kMicroM == 0 && TileShape::kN % kMicroN == 0, "whole microtiles");
-  static_assert(TileShape::kM * TileShape::kK <= kPanelElementsMax && TileShape::kN * TileShape::kK <= kPanelElementsMax);
+  static_assert(TileShape::kM * TileShape::kK <= kPanelElementsMax &&
+                TileShape::kN * TileShape::kK <= kPanelElementsMax);
   static_assert(TileShape::kM * TileShape::kN <= kTileElementsMax);
   static_assert(TileShape::kK <= kExactIntegerK, "an integer block must be exact in float32");
 

@@ -145,7 +145,9 @@ TEST_F(BufferTest, RangesOutsideTheMemfdAreRefused) {
   }
 }
 
-TEST_F(BufferTest, EmptyMemfdIsRefused) { ExpectRefused(MakeMemfd(0), 0, 0, "bytes: "); }
+TEST_F(BufferTest, EmptyMemfdIsRefused) {
+  ExpectRefused(MakeMemfd(0), 0, 0, "bytes: ");
+}
 
 TEST_F(BufferTest, AnyOffsetIsTaken) {
   const UniqueFd fd = MakeMemfd(4 * page_);
@@ -153,8 +155,8 @@ TEST_F(BufferTest, AnyOffsetIsTaken) {
     const auto value = static_cast<unsigned char>(i * 31 + i / 256);
     ASSERT_EQ(::pwrite(fd.get(), &value, 1, static_cast<off_t>(i)), 1);
   }
-  for (const std::uint64_t offset : {std::uint64_t{0}, std::uint64_t{1}, page_ - 1, page_, page_ + 1, 3 * page_ + 17,
-                                     4 * page_ - 1}) {
+  for (const std::uint64_t offset :
+       {std::uint64_t{0}, std::uint64_t{1}, page_ - 1, page_, page_ + 1, 3 * page_ + 17, 4 * page_ - 1}) {
     SCOPED_TRACE(offset);
     auto buffer = Buffer::Import(Duplicate(fd), offset, 0, budget_);
     ASSERT_TRUE(buffer.ok()) << buffer.status();

@@ -19,7 +19,9 @@ namespace {
 
 constexpr Peer kPeer{.pid = 1, .uid = 2, .gid = 3};
 
-std::string NameOf(int number) { return "fd:" + std::to_string(number); }
+std::string NameOf(int number) {
+  return "fd:" + std::to_string(number);
+}
 
 class PeerTest : public ::testing::Test {
  protected:
@@ -138,63 +140,74 @@ int Failed(bool ok, const char* what) {
 
 TEST_F(PeerTest, NumbersStartOverAfterTheWholeRange) {
   constexpr int kLimit = 64;
-  EXPECT_EQ(FailuresWithLimit(kLimit, [this] {
-    PeerRegistry peers;
-    int failures = 0;
-    std::vector<int> seen;
-    for (int i = 0; i < kLimit; ++i) {
-      const auto number = peers.Adopt(near_.get(), Peer{.pid = i, .uid = 0, .gid = 0});
-      if (!number.ok()) return 50;
-      ::close(*number);
-      seen.push_back(*number);
-      failures += Failed(peers.Find(NameOf(*number))->pid == i, "the newest connection of a number is the one found");
-      failures += Failed(*number < kLimit, "the number is within the limit");
-    }
-    std::size_t restart = 1;
-    while (restart < seen.size() && seen[restart] > seen[restart - 1]) ++restart;
-    failures += Failed(restart >= 16, "many numbers pass before the first is used again");
-    failures += Failed(restart < seen.size(), "the range starts over");
-    if (restart < seen.size()) failures += Failed(seen[restart] == seen[0], "it starts over at its beginning");
-    failures += Failed(seen[restart - 1] == kLimit - 1, "the range was used to its end");
-    return failures;
-  }), 0);
+  EXPECT_EQ(FailuresWithLimit(kLimit,
+                              [this] {
+                                PeerRegistry peers;
+                                int failures = 0;
+                                std::vector<int> seen;
+                                for (int i = 0; i < kLimit; ++i) {
+                                  const auto number = peers.Adopt(near_.get(), Peer{.pid = i, .uid = 0, .gid = 0});
+                                  if (!number.ok()) return 50;
+                                  ::close(*number);
+                                  seen.push_back(*number);
+                                  failures += Failed(peers.Find(NameOf(*number))->pid == i,
+                                                     "the newest connection of a number is the one found");
+                                  failures += Failed(*number < kLimit, "the number is within the limit");
+                                }
+                                std::size_t restart = 1;
+                                while (restart < seen.size() && seen[restart] > seen[restart - 1]) ++restart;
+                                failures += Failed(restart >= 16, "many numbers pass before the first is used again");
+                                failures += Failed(restart < seen.size(), "the range starts over");
+                                if (restart < seen.size())
+                                  failures += Failed(seen[restart] == seen[0], "it starts over at its beginning");
+                                failures += Failed(seen[restart - 1] == kLimit - 1, "the range was used to its end");
+                                return failures;
+                              }),
+            0);
 }
 
 TEST_F(PeerTest, LiveConnectionsKeepTheirNumbersWhenTheRangeStartsOver) {
-  EXPECT_EQ(FailuresWithLimit(64, [this] {
-    PeerRegistry peers;
-    const auto live = peers.Adopt(near_.get(), kPeer);
-    if (!live.ok()) return 50;
-    int failures = 0;
-    for (int i = 0; i < 200; ++i) {
-      const auto number = peers.Adopt(near_.get(), Peer{.pid = 1000 + i, .uid = 0, .gid = 0});
-      if (!number.ok()) return 51;
-      ::close(*number);
-      failures += Failed(*number != *live, "a number in use was given again");
-    }
-    failures += Failed(peers.Find(NameOf(*live))->pid == kPeer.pid, "the live connection has its peer");
-    return failures;
-  }), 0);
+  EXPECT_EQ(FailuresWithLimit(
+                64,
+                [this] {
+                  PeerRegistry peers;
+                  const auto live = peers.Adopt(near_.get(), kPeer);
+                  if (!live.ok()) return 50;
+                  int failures = 0;
+                  for (int i = 0; i < 200; ++i) {
+                    const auto number = peers.Adopt(near_.get(), Peer{.pid = 1000 + i, .uid = 0, .gid = 0});
+                    if (!number.ok()) return 51;
+                    ::close(*number);
+                    failures += Failed(*number != *live, "a number in use was given again");
+                  }
+                  failures += Failed(peers.Find(NameOf(*live))->pid == kPeer.pid, "the live connection has its peer");
+                  return failures;
+                }),
+            0);
 }
 
 TEST_F(PeerTest, FullRangeIsResourceExhaustedAndRecovers) {
-  EXPECT_EQ(FailuresWithLimit(64, [this] {
-    PeerRegistry peers;
-    std::vector<int> open;
-    absl::Status status;
-    while (open.size() < 100) {
-      const auto number = peers.Adopt(near_.get(), kPeer);
-      status = number.status();
-      if (!number.ok()) break;
-      open.push_back(*number);
-    }
-    int failures = Failed(status.code() == absl::StatusCode::kResourceExhausted, "RESOURCE_EXHAUSTED when full");
-    failures += Failed(open.size() >= 16 && open.size() < 64, "the range is filled first");
-    ::close(open[open.size() / 2]);
-    const auto number = peers.Adopt(near_.get(), kPeer);
-    failures += Failed(number.ok() && *number == open[open.size() / 2], "the freed number serves again");
-    return failures;
-  }), 0);
+  EXPECT_EQ(FailuresWithLimit(64,
+                              [this] {
+                                PeerRegistry peers;
+                                std::vector<int> open;
+                                absl::Status status;
+                                while (open.size() < 100) {
+                                  const auto number = peers.Adopt(near_.get(), kPeer);
+                                  status = number.status();
+                                  if (!number.ok()) break;
+                                  open.push_back(*number);
+                                }
+                                int failures = Failed(status.code() == absl::StatusCode::kResourceExhausted,
+                                                      "RESOURCE_EXHAUSTED when full");
+                                failures += Failed(open.size() >= 16 && open.size() < 64, "the range is filled first");
+                                ::close(open[open.size() / 2]);
+                                const auto number = peers.Adopt(near_.get(), kPeer);
+                                failures += Failed(number.ok() && *number == open[open.size() / 2],
+                                                   "the freed number serves again");
+                                return failures;
+                              }),
+            0);
 }
 
 }  // namespace

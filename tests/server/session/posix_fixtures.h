@@ -25,7 +25,9 @@ inline UniqueFd MakeMemfd(std::uint64_t bytes, int seals = F_SEAL_SHRINK, unsign
   return fd;
 }
 
-inline UniqueFd Duplicate(const UniqueFd& fd) { return UniqueFd(::fcntl(fd.get(), F_DUPFD_CLOEXEC, 0)); }
+inline UniqueFd Duplicate(const UniqueFd& fd) {
+  return UniqueFd(::fcntl(fd.get(), F_DUPFD_CLOEXEC, 0));
+}
 
 // The same file with other access, such as O_RDONLY.
 inline UniqueFd Reopen(const UniqueFd& fd, int flags) {

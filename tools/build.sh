@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Configures and builds one preset:  tools/build.sh [PRESET] [TARGET...]     (default: cpu, everything)
+# Quiet while it works; the log is build/PRESET/build.log and is shown on failure.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+preset=${1:-cpu}
+[ $# -gt 0 ] && shift
+mkdir -p "build/$preset"
+log="build/$preset/build.log"
+targets=()
+[ $# -gt 0 ] && targets=(--target "$@")
+
+start=$SECONDS
+echo "building preset $preset (log: $log)"
+if ! { cmake --preset "$preset" && cmake --build --preset "$preset" -j "${TESSERA_JOBS:-$(nproc)}" "${targets[@]}"; } >"$log" 2>&1; then
+  grep -nE 'error|FAILED' "$log" | head -40 >&2
+  echo "build failed; see $log" >&2
+  exit 1
+fi
+echo "built in $((SECONDS - start)) s"

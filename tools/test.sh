@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Builds and runs the tests.
+#
+#   tools/test.sh          unit and end-to-end tests on the cpu backend; at most 10 minutes from nothing
+#   tools/test.sh --all    what CI runs: these, the formatting check, the quick start both ways, and the concurrency and
+#                          memory tests again under AddressSanitizer and ThreadSanitizer
+#
+# Without root: have an administrator run tools/install_packages.sh once; everything else needs no privileges.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+all=0
+for argument in "$@"; do
+  case "$argument" in
+    --all) all=1 ;;
+    -h | --help) sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    *) echo "test: unknown argument $argument (try --help)" >&2; exit 2 ;;
+  esac
+done
+
+tools/install_packages.sh
+[ "$all" = 1 ] && tools/format.sh --check
+tools/build.sh cpu
+ctest --preset cpu -j "$(nproc)"
+
+if [ "$all" = 1 ]; then
+  tools/sanitize.sh address
+  tools/sanitize.sh thread
+  echo "quick start, then quick start with a damaged result"
+  tools/quickstart.sh >build/quickstart.log 2>&1 || { tail -20 build/quickstart.log; exit 1; }
+  tail -8 build/quickstart.log
+  if tools/quickstart.sh --corrupt >build/quickstart-corrupt.log 2>&1; then
+    echo "quickstart.sh --corrupt exited 0: a damaged result went unnoticed" >&2
+    exit 1
+  fi
+  echo "quickstart.sh --corrupt failed as it must"
+fi
+tools/gpu_notice.sh
