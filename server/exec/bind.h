@@ -20,7 +20,7 @@ struct BoundGemm {
   std::vector<BufferPin> pins;  // keep every buffer mapped
 
   bool Empty() const { return problem.m == 0 || problem.n == 0 || problem.batch == 0; }
-  std::uint64_t Flops() const;  // 2 * batch * M * N * K, saturating
+  std::uint64_t Flops() const;  // 2 * batch * M * N * K; binding has made sure that it fits
 };
 
 // Where tensors of a call may live.

@@ -1,7 +1,8 @@
 // Bound call -> plan -> launch -> completion. Owns the devices and the planner, counts what is in flight, bounds the
 // queues, and drains.
 //
-// Thread-safe. Free of gRPC and protobuf: concurrency is tested here, without them.
+// Thread-safe. Free of gRPC and protobuf: concurrency is tested here, without them. Sessions must end before their
+// executor: the lane that they keep for it has streams on its devices.
 #pragma once
 
 #include <condition_variable>
@@ -69,7 +70,7 @@ class Executor {
 
   // From now on Submit answers UNAVAILABLE.
   void StopAccepting();
-  // True once nothing is in flight; false after `timeout`.
+  // True once nothing is in flight; false after `timeout`. The last `done` may still be running.
   bool AwaitIdle(std::chrono::milliseconds timeout);
 
   std::uint32_t in_flight() const;

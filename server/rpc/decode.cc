@@ -44,9 +44,10 @@ absl::Status DecodeStorage(const v1::Tensor& tensor, TensorRef& ref) {
       return absl::OkStatus();
     case v1::Tensor::kInlineResult:
       ref.storage = TensorRef::Storage::kInlineResult;
-      if (tensor.strides_size() != 0 || tensor.byte_offset() != 0) {
-        return Invalid(ref.field, ".strides", "an inline result is packed; leave strides and byte_offset out");
-      }
+      if (tensor.strides_size() != 0)
+        return Invalid(ref.field, ".strides", "an inline result is packed; leave them out");
+      if (tensor.byte_offset() != 0)
+        return Invalid(ref.field, ".byte_offset", "an inline result is packed; leave it out");
       return absl::OkStatus();
     case v1::Tensor::STORAGE_NOT_SET:
       break;

@@ -116,9 +116,10 @@ absl::StatusOr<std::shared_ptr<Buffer>> Buffer::Allocate(std::uint64_t bytes, st
   buffer->bytes_ = bytes;
   buffer->fd_ = UniqueFd(::memfd_create("tessera-buffer", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!buffer->fd_) return ErrnoStatus(absl::StatusCode::kResourceExhausted, "memfd_create");
-  if (bytes > static_cast<std::uint64_t>(std::numeric_limits<off_t>::max()) ||
-      ::ftruncate(buffer->fd_.get(), static_cast<off_t>(bytes)) != 0) {
-    return ErrnoStatus(absl::StatusCode::kResourceExhausted, absl::StrCat("memory of ", bytes, " bytes"));
+  const bool countable = bytes <= static_cast<std::uint64_t>(std::numeric_limits<off_t>::max());
+  if (!countable || ::ftruncate(buffer->fd_.get(), static_cast<off_t>(bytes)) != 0) {
+    return ErrnoStatus(absl::StatusCode::kResourceExhausted, absl::StrCat("memory of ", bytes, " bytes"),
+                       countable ? errno : EFBIG);
   }
   if (::fcntl(buffer->fd_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
     return ErrnoStatus(absl::StatusCode::kInternal, "sealing a memfd");

@@ -50,6 +50,10 @@ absl::StatusOr<int> PeerRegistry::Adopt(int fd, const Peer& peer) {
     number = ::fcntl(fd, F_DUPFD_CLOEXEC, first_);
   }
   if (number < 0) return ErrnoStatus(absl::StatusCode::kResourceExhausted, "no descriptor free for a connection");
+  if (number >= end_) {
+    ::close(number);
+    return absl::ResourceExhaustedError(absl::StrCat("all ", end_ - first_, " connection numbers are in use"));
+  }
   next_ = number + 1 < end_ ? number + 1 : first_;
   peers_[number] = peer;
   return number;
@@ -61,7 +65,7 @@ std::optional<Peer> PeerRegistry::Find(std::string_view name) const {
   name.remove_prefix(kPrefix.size());
   int number = -1;
   const auto [end, error] = std::from_chars(name.data(), name.data() + name.size(), number);
-  if (error != std::errc() || end != name.data() + name.size()) return std::nullopt;
+  if (error != std::errc() || end != name.data() + name.size() || name != std::to_string(number)) return std::nullopt;
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = peers_.find(number);
   if (found == peers_.end()) return std::nullopt;

@@ -76,6 +76,7 @@ absl::StatusOr<std::uint64_t> SessionTable::KeepDescriptor(const Id& lease, Uniq
 absl::StatusOr<BufferPin> SessionTable::ExportBuffer(const Id& lease, const Id& buffer) {
   const std::lock_guard<std::mutex> lock(mutex_);
   ASSIGN_OR_RETURN(Lease * holder, leases_.Find(lease));
+  if (holder->session == Id{}) return absl::FailedPreconditionError("no session was opened on this connection");
   ASSIGN_OR_RETURN(std::shared_ptr<Session> * session, sessions_.Find(holder->session));
   ASSIGN_OR_RETURN(OwnedBuffer * owned, FindOwned(**session, buffer));
   if (owned->buffer->origin() != BufferOrigin::kAllocated) {

@@ -44,9 +44,20 @@ absl::Status PrepareDirectory(const std::filesystem::path& directory) {
   return absl::OkStatus();
 }
 
+std::string LockPathOf(const std::string& path) {
+  return path + ".lock";
+}
+
+bool IsFileAt(int fd, const std::string& path) {
+  struct stat held {};
+  struct stat present {};
+  return ::fstat(fd, &held) == 0 && ::stat(path.c_str(), &present) == 0 && held.st_dev == present.st_dev &&
+         held.st_ino == present.st_ino;
+}
+
 // Held while we serve: whoever has the lock may remove a socket file, because nobody serves it.
 absl::StatusOr<UniqueFd> LockPath(const std::string& path) {
-  const std::string lock_path = path + ".lock";
+  const std::string lock_path = LockPathOf(path);
   UniqueFd lock(::open(lock_path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0640));
   if (!lock) return ErrnoStatus(absl::StatusCode::kFailedPrecondition, lock_path);
   if (::flock(lock.get(), LOCK_EX | LOCK_NB) != 0) {
@@ -56,6 +67,9 @@ absl::StatusOr<UniqueFd> LockPath(const std::string& path) {
     }
     return ErrnoStatus(absl::StatusCode::kFailedPrecondition, lock_path);
   }
+  // A daemon that was just leaving may have removed the file between our open and our lock; then the next one locks
+  // another file, and both would believe to be alone.
+  if (!IsFileAt(lock.get(), lock_path)) return LockPath(path);
   return lock;
 }
 
@@ -83,6 +97,7 @@ absl::StatusOr<UnixListener> UnixListener::Open(const std::string& path, int typ
   std::memcpy(address.sun_path, path.data(), path.size());
   RETURN_IF_ERROR(PrepareDirectory(std::filesystem::absolute(path).parent_path()));
   ASSIGN_OR_RETURN(UniqueFd lock, LockPath(path));
+  UnixListener listener(path, std::move(lock));
   RETURN_IF_ERROR(RemoveStaleSocket(path));
 
   UniqueFd socket(::socket(AF_UNIX, type | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
@@ -90,20 +105,19 @@ absl::StatusOr<UnixListener> UnixListener::Open(const std::string& path, int typ
   if (::bind(socket.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)) != 0) {
     return ErrnoStatus(absl::StatusCode::kFailedPrecondition, absl::StrCat("bind ", path));
   }
+  listener.socket_ = std::move(socket);
   // The directory decides who can reach the socket; whoever can, may connect.
-  if (::chmod(path.c_str(), 0666) != 0 || ::listen(socket.get(), kBacklog) != 0) {
+  if (::chmod(path.c_str(), 0666) != 0 || ::listen(listener.fd(), kBacklog) != 0) {
     return ErrnoStatus(absl::StatusCode::kFailedPrecondition, absl::StrCat("listen on ", path));
   }
-  return UnixListener(path, std::move(lock), std::move(socket));
+  return listener;
 }
 
-UnixListener::UnixListener(std::string path, UniqueFd lock, UniqueFd socket)
-    : path_(std::move(path)), lock_(std::move(lock)), socket_(std::move(socket)) {}
+UnixListener::UnixListener(std::string path, UniqueFd lock) : path_(std::move(path)), lock_(std::move(lock)) {}
 
 UnixListener::~UnixListener() {
-  if (!socket_) return;  // moved from
-  ::unlink(path_.c_str());
-  ::unlink((path_ + ".lock").c_str());
+  if (socket_) ::unlink(path_.c_str());
+  if (lock_) ::unlink(LockPathOf(path_).c_str());  // the lock itself goes after it, with the descriptor
 }
 
 }  // namespace tessera::server

@@ -24,7 +24,7 @@ class UnixListener {
   const std::string& path() const { return path_; }
 
  private:
-  UnixListener(std::string path, UniqueFd lock, UniqueFd socket);
+  UnixListener(std::string path, UniqueFd lock);
 
   std::string path_;
   UniqueFd lock_;

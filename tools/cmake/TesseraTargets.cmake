@@ -16,8 +16,10 @@ endif()
 
 add_library(tessera_flags INTERFACE)
 target_include_directories(tessera_flags INTERFACE ${CMAKE_SOURCE_DIR})
-# Designated initialisers leave the rest at their defaults on purpose; -Wpsabi speaks of ABIs before GCC 4.6.
-target_compile_options(tessera_flags INTERFACE -Wall -Wextra -Wshadow -Wno-missing-field-initializers -Wno-psabi -Werror)
+# Designated initialisers leave the rest at their defaults on purpose; -Wpsabi speaks of ABIs before GCC 4.6; GCC 12's
+# -Wrestrict is wrong about std::string concatenation (GCC bug 105651).
+target_compile_options(tessera_flags INTERFACE -Wall -Wextra -Wshadow -Wno-missing-field-initializers -Wno-psabi
+                                               -Wno-restrict -Werror)
 if(TESSERA_SANITIZE STREQUAL "address")
   target_compile_options(tessera_flags INTERFACE -g1 -fno-omit-frame-pointer -fsanitize=address,undefined
                                                  -fno-sanitize-recover=undefined)
