@@ -291,13 +291,13 @@ TEST_F(BindTest, HugeExtentsAreRefusedWithoutWrapping) {
                          Reshape(c.b, {k2To32, kK}, {kK, 1});
                          Reshape(c.d, {k2To32, k2To32}, {k2To32, 1});
                        },
-                       kInvalid, "op.d.shape: "},
+                       kInvalid, "op.a.shape: "},
                       {"m = 2^63 - 1",
                        [](GemmCall& c) {
                          Reshape(c.a, {kMax, kK}, {0, 1});
                          Reshape(c.d, {kMax, kN}, {0, 1});
                        },
-                       kInvalid, "op.d.shape: "},
+                       kInvalid, "op.a.shape: "},
                       {"k = 2^63 - 1",
                        [](GemmCall& c) {
                          Reshape(c.a, {kM, kMax}, {0, 0});
