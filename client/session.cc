@@ -47,6 +47,25 @@ class Mapping {
   std::uint64_t lead_;
 };
 
+absl::Status ReleaseId(SessionCore& session, const std::string& buffer_id) {
+  grpc::ClientContext context;
+  session.Prepare(context, session.client->options.timeout);
+  v1::ReleaseBufferRequest request;
+  request.set_buffer_id(buffer_id);
+  v1::ReleaseBufferReply reply;
+  return FromGrpc(session.client->memory->ReleaseBuffer(&context, request, &reply));
+}
+
+// The memory of a buffer that the daemon has just allocated.
+absl::StatusOr<Mapping> MapAllocated(SessionCore& session, const std::string& buffer_id) {
+  v1::SideRequest fetch;
+  fetch.mutable_fetch_descriptor()->set_buffer_id(buffer_id);
+  ASSIGN_OR_RETURN(SideChannel::Reply fetched, session.side_channel->Call(fetch));
+  if (!fetched.fd) return absl::InternalError("side channel: the daemon sent no descriptor");
+  const auto& passed = fetched.message.descriptor_passed();
+  return Mapping::Map(fetched.fd.get(), passed.byte_offset(), passed.bytes());
+}
+
 void Encode(const TensorView& view, v1::Tensor& tensor) {
   tensor.set_buffer_id(view.buffer_id);
   tensor.set_byte_offset(view.byte_offset);
@@ -139,12 +158,7 @@ TensorView Buffer::Tensor(DType dtype, std::vector<std::int64_t> shape, std::uin
 absl::Status Buffer::Release() {
   if (state_ == nullptr) return absl::OkStatus();
   const std::unique_ptr<State> state = std::move(state_);
-  grpc::ClientContext context;
-  state->session->Prepare(context, state->session->client->options.timeout);
-  v1::ReleaseBufferRequest request;
-  request.set_buffer_id(state->id);
-  v1::ReleaseBufferReply reply;
-  return FromGrpc(state->session->client->memory->ReleaseBuffer(&context, request, &reply));
+  return ReleaseId(*state->session, state->id);
 }
 
 Session::Session(std::shared_ptr<SessionCore> core) : core_(std::move(core)) {}
@@ -164,14 +178,13 @@ absl::StatusOr<Buffer> Session::Allocate(std::uint64_t bytes) {
   v1::AllocateBufferReply reply;
   RETURN_IF_ERROR(FromGrpc(core_->client->memory->AllocateBuffer(&context, request, &reply)));
 
-  v1::SideRequest fetch;
-  fetch.mutable_fetch_descriptor()->set_buffer_id(reply.buffer_id());
-  ASSIGN_OR_RETURN(SideChannel::Reply fetched, core_->side_channel->Call(fetch));
-  if (!fetched.fd) return absl::InternalError("side channel: the daemon sent no descriptor");
-  const auto& passed = fetched.message.descriptor_passed();
-  ASSIGN_OR_RETURN(Mapping mapping, Mapping::Map(fetched.fd.get(), passed.byte_offset(), passed.bytes()));
-  return Buffer(std::make_unique<Buffer::State>(
-      Buffer::State{.session = core_, .id = reply.buffer_id(), .bytes = reply.bytes(), .mapping = std::move(mapping)}));
+  absl::StatusOr<Mapping> mapping = MapAllocated(*core_, reply.buffer_id());
+  if (!mapping.ok()) {
+    ReleaseId(*core_, reply.buffer_id()).IgnoreError();  // the mapping's error is the one to tell
+    return mapping.status();
+  }
+  return Buffer(std::make_unique<Buffer::State>(Buffer::State{
+      .session = core_, .id = reply.buffer_id(), .bytes = reply.bytes(), .mapping = *std::move(mapping)}));
 }
 
 absl::StatusOr<Buffer> Session::Share(std::uint64_t bytes) {
@@ -198,9 +211,13 @@ absl::StatusOr<Buffer> Session::Import(int memfd, std::uint64_t byte_offset, std
   request.set_bytes(bytes);
   v1::ImportBufferReply reply;
   RETURN_IF_ERROR(FromGrpc(core_->client->memory->ImportBuffer(&context, request, &reply)));
-  ASSIGN_OR_RETURN(Mapping mapping, Mapping::Map(memfd, byte_offset, reply.bytes()));
-  return Buffer(std::make_unique<Buffer::State>(
-      Buffer::State{.session = core_, .id = reply.buffer_id(), .bytes = reply.bytes(), .mapping = std::move(mapping)}));
+  absl::StatusOr<Mapping> mapping = Mapping::Map(memfd, byte_offset, reply.bytes());
+  if (!mapping.ok()) {
+    ReleaseId(*core_, reply.buffer_id()).IgnoreError();
+    return mapping.status();
+  }
+  return Buffer(std::make_unique<Buffer::State>(Buffer::State{
+      .session = core_, .id = reply.buffer_id(), .bytes = reply.bytes(), .mapping = *std::move(mapping)}));
 }
 
 absl::StatusOr<GemmResult> Session::Gemm(const GemmSpec& spec) {

@@ -1,6 +1,7 @@
 #include "client/tensor.h"
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
 namespace tessera::client {
@@ -38,14 +39,19 @@ std::vector<std::int64_t> PackedStrides(const std::vector<std::int64_t>& shape) 
   std::int64_t stride = 1;
   for (std::size_t i = shape.size(); i-- > 0;) {
     strides[i] = stride;
-    stride *= std::max<std::int64_t>(1, shape[i]);
+    // Past 2^63 there is no memory to stride over; the daemon refuses the shape.
+    if (__builtin_mul_overflow(stride, std::max<std::int64_t>(1, shape[i]), &stride)) stride = 0;
   }
   return strides;
 }
 
 std::uint64_t PackedBytes(DType dtype, const std::vector<std::int64_t>& shape) {
   std::uint64_t bytes = DTypeBytes(dtype);
-  for (const std::int64_t extent : shape) bytes *= static_cast<std::uint64_t>(extent);
+  for (const std::int64_t extent : shape) {
+    if (__builtin_mul_overflow(bytes, static_cast<std::uint64_t>(extent), &bytes)) {
+      return std::numeric_limits<std::uint64_t>::max();
+    }
+  }
   return bytes;
 }
 

@@ -30,7 +30,8 @@ struct TensorView {
 // Row-major strides of `shape`.
 std::vector<std::int64_t> PackedStrides(const std::vector<std::int64_t>& shape);
 
-// Bytes that a packed tensor of that shape takes.
+// Bytes that a packed tensor of that shape takes; the largest number there is where that does not fit, which no
+// allocation grants.
 std::uint64_t PackedBytes(DType dtype, const std::vector<std::int64_t>& shape);
 
 }  // namespace tessera::client

@@ -161,6 +161,11 @@ class Daemon::Parts {
     return idle;
   }
 
+  void RemoveSockets() {
+    ::unlink(rpc_listener_->path().c_str());
+    ::unlink(side_listener_->path().c_str());
+  }
+
   const std::string& socket() const { return socket_path_; }
   std::string http_address() const { return http_ == nullptr ? "" : http_->address(); }
 
@@ -268,6 +273,9 @@ void Daemon::RequestDrain() {
 }
 bool Daemon::AwaitDrained() {
   return parts_->AwaitDrained();
+}
+void Daemon::RemoveSockets() {
+  parts_->RemoveSockets();
 }
 const std::string& Daemon::socket() const {
   return parts_->socket();

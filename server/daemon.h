@@ -28,6 +28,9 @@ class Daemon {
   // that was accepted has finished.
   bool AwaitDrained();
 
+  // Removes the socket files, for a process that is about to end without running destructors.
+  void RemoveSockets();
+
   const std::string& socket() const;
   std::string http_address() const;  // with the real port; empty if off
 

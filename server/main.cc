@@ -54,10 +54,16 @@ int Serve(const LoadedSettings& settings) {
     _exit(128 + number);
   }).detach();
 
-  const bool finished = (*daemon)->AwaitDrained();
+  if (!(*daemon)->AwaitDrained()) {
+    // A running kernel cannot be interrupted, and destructors would wait for it past the grace.
+    (*daemon)->RemoveSockets();
+    spdlog::warn("stopped with work unfinished");
+    spdlog::shutdown();
+    _exit(kExitUnfinished);
+  }
   daemon->reset();
-  spdlog::info(finished ? "drained" : "stopped with work unfinished");
-  return finished ? EXIT_SUCCESS : kExitUnfinished;
+  spdlog::info("drained");
+  return EXIT_SUCCESS;
 }
 
 }  // namespace

@@ -72,8 +72,7 @@ class GemmReactor final : public grpc::ServerUnaryReactor {
 
   // The reactor may be gone when this returns.
   void Complete(const absl::Status& status) {
-    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start_;
-    scope_.metrics.RpcFinished(RpcMethod::kComputeGemm, static_cast<int>(status.code()), seconds.count());
+    scope_.Finished(RpcMethod::kComputeGemm, status, start_);
     Finish(ToGrpc(status));
   }
 

@@ -1,5 +1,6 @@
 #include "server/rpc/rpc.h"
 
+#include <spdlog/spdlog.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -50,6 +51,15 @@ absl::StatusOr<std::shared_ptr<Session>> RpcScope::RequireSession(const grpc::Ca
 bool RpcScope::IsAdministrator(const Peer& peer) const {
   const UidList& admins = settings.admin_uids;
   return peer.uid == 0 || peer.uid == ::geteuid() || std::find(admins.begin(), admins.end(), peer.uid) != admins.end();
+}
+
+void RpcScope::Finished(RpcMethod method, const absl::Status& status,
+                        std::chrono::steady_clock::time_point start) const {
+  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+  metrics.RpcFinished(method, static_cast<int>(status.code()), seconds.count());
+  if (!status.ok()) {
+    spdlog::debug("{} -> {}: {}", LabelText(method), absl::StatusCodeToString(status.code()), MessageOf(status));
+  }
 }
 
 absl::Status RpcScope::RequireAdministrator(const Peer& peer) const {

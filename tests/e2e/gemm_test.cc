@@ -28,15 +28,6 @@ using ::testing::StartsWith;
 using workload::MemoryOwner;
 using workload::SharedProblem;
 
-constexpr std::array<std::pair<DType, DType>, 8> kPairs = {{{DType::kBf16, DType::kBf16},
-                                                            {DType::kE4m3, DType::kE4m3},
-                                                            {DType::kE4m3, DType::kE5m2},
-                                                            {DType::kE5m2, DType::kE4m3},
-                                                            {DType::kE5m2, DType::kE5m2},
-                                                            {DType::kS8, DType::kS8},
-                                                            {DType::kBf16, DType::kS8},
-                                                            {DType::kS8, DType::kBf16}}};
-constexpr std::array<const char*, 4> kLayouts = {"NT", "NN", "TN", "TT"};
 constexpr std::uint64_t kSeed = 4711;
 
 class GemmTest : public DaemonFixture {};
@@ -82,8 +73,8 @@ TEST_F(GemmTest, EveryPairLayoutAndOutputBlockingAndAsynchronous) {
   client::Client client = Connect();
   client::Session session = client.OpenSession("gemm").value();
   std::uint64_t number = 0;
-  for (const auto& [a, b] : kPairs) {
-    for (const char* layout : kLayouts) {
+  for (const auto& [a, b] : oracle::kGemmPairs) {
+    for (const char* layout : oracle::kGemmLayouts) {
       for (const DType d : {DType::kBf16, DType::kF32}) {
         for (const GemmCase& gemm_case : CasesOf(a, b, d, layout)) {
           ++number;
@@ -102,7 +93,7 @@ TEST_F(GemmTest, EveryCombinationOfScales) {
   SCOPED_TRACE(kSeed);
   client::Client client = Connect();
   client::Session session = client.OpenSession("scales").value();
-  for (const auto& [a, b] : kPairs) {
+  for (const auto& [a, b] : oracle::kGemmPairs) {
     for (const ScaleMode a_scale : oracle::LegalScales(a)) {
       for (const ScaleMode b_scale : oracle::LegalScales(b)) {
         GemmCase gemm_case{.a = a, .b = b, .d = DType::kF32, .m = 9, .n = 20, .k = 31};
@@ -163,8 +154,9 @@ TEST_F(GemmTest, EightClientsAtOnce) {
       std::list<std::pair<GemmCase, SharedProblem>> problems;
       std::vector<std::future<absl::StatusOr<client::GemmResult>>> pending;
       for (std::size_t i = 0; i < 12; ++i) {
-        GemmCase gemm_case{.layout = kLayouts[i % kLayouts.size()]};
-        std::tie(gemm_case.a, gemm_case.b) = kPairs[(i + static_cast<std::size_t>(thread)) % kPairs.size()];
+        GemmCase gemm_case{.layout = oracle::kGemmLayouts[i % oracle::kGemmLayouts.size()]};
+        std::tie(gemm_case.a, gemm_case.b) =
+            oracle::kGemmPairs[(i + static_cast<std::size_t>(thread)) % oracle::kGemmPairs.size()];
         gemm_case.a_scale = oracle::LegalScales(gemm_case.a)[0];
         gemm_case.b_scale = oracle::LegalScales(gemm_case.b)[0];
         gemm_case.m = random.Int(1, 70), gemm_case.n = random.Int(1, 70), gemm_case.k = random.Int(1, 200);

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "common/dtype.h"
@@ -64,6 +65,17 @@ struct GemmCase {
 
   std::string Describe() const;
 };
+
+// Every pair of operand types that a GEMM takes, and every layout.
+inline constexpr std::array<std::pair<DType, DType>, 8> kGemmPairs = {{{DType::kBf16, DType::kBf16},
+                                                                       {DType::kE4m3, DType::kE4m3},
+                                                                       {DType::kE4m3, DType::kE5m2},
+                                                                       {DType::kE5m2, DType::kE4m3},
+                                                                       {DType::kE5m2, DType::kE5m2},
+                                                                       {DType::kS8, DType::kS8},
+                                                                       {DType::kBf16, DType::kS8},
+                                                                       {DType::kS8, DType::kBf16}}};
+inline constexpr std::array<const char*, 4> kGemmLayouts = {"NT", "NN", "TN", "TT"};
 
 // Scale modes that a GEMM takes for an operand of that type: s8 requires a scale, fp8 takes one, others none.
 std::vector<ScaleMode> LegalScales(DType operand);

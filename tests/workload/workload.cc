@@ -45,21 +45,11 @@ struct Tally {
   std::map<std::string, int> recipes;  // recipe -> calls
 };
 
-constexpr std::array<std::pair<DType, DType>, 8> kPairs = {{{DType::kBf16, DType::kBf16},
-                                                            {DType::kE4m3, DType::kE4m3},
-                                                            {DType::kE4m3, DType::kE5m2},
-                                                            {DType::kE5m2, DType::kE4m3},
-                                                            {DType::kE5m2, DType::kE5m2},
-                                                            {DType::kS8, DType::kS8},
-                                                            {DType::kBf16, DType::kS8},
-                                                            {DType::kS8, DType::kBf16}}};
-constexpr std::array<const char*, 4> kLayouts = {"NT", "NN", "TN", "TT"};
-
 // Pairs and layouts in turn; shapes in three kinds: a handful of outputs, few outputs with a long K, everything else.
 GemmCase CaseNumber(int number, oracle::Random& random) {
   GemmCase gemm_case;
-  std::tie(gemm_case.a, gemm_case.b) = kPairs[number % kPairs.size()];
-  gemm_case.layout = kLayouts[number / kPairs.size() % kLayouts.size()];
+  std::tie(gemm_case.a, gemm_case.b) = oracle::kGemmPairs[number % oracle::kGemmPairs.size()];
+  gemm_case.layout = oracle::kGemmLayouts[number / oracle::kGemmPairs.size() % oracle::kGemmLayouts.size()];
   gemm_case.d = random.Int(0, 1) == 0 ? DType::kBf16 : DType::kF32;
   switch (random.Int(0, 2)) {
     case 0:

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <type_traits>
 
 #include "kernels/gemm/cpu/element.h"
@@ -24,9 +25,10 @@ struct TileBuffers {
   alignas(64) std::int64_t integer_sum[kTileElementsMax];  // (kM, kN)
 };
 
+// On the heap: half a megabyte has no place in every thread's static storage.
 inline TileBuffers& ThreadTileBuffers() {
-  static thread_local TileBuffers buffers;
-  return buffers;
+  static thread_local const std::unique_ptr<TileBuffers> buffers = std::make_unique<TileBuffers>();
+  return *buffers;
 }
 
 // rows x depth elements of a strided operand -> panels of kWidth rows, depth-major inside a panel; rows past the end
