@@ -51,7 +51,7 @@ outcome=0
 "$build/tests/workload/tessera-workload" "${workload_args[@]}" || outcome=$?
 echo
 for prefix in tessera_planner_decisions tessera_kernel_launches tessera_flops tessera_operations tessera_buffer; do
-  "$build/client/cli/tessera" metrics "$prefix" 2>/dev/null | tail -n +2 | head -4
+  "$build/client/cli/tessera" metrics "$prefix" 2>/dev/null | sed -n '2,4p'  # reads all: no SIGPIPE
 done
 
 if [ "$keep" = 1 ]; then

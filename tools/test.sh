@@ -29,10 +29,13 @@ if [ "$all" = 1 ]; then
   echo "quick start, then quick start with a damaged result"
   tools/quickstart.sh >build/quickstart.log 2>&1 || { tail -20 build/quickstart.log; exit 1; }
   tail -8 build/quickstart.log
-  if tools/quickstart.sh --corrupt >build/quickstart-corrupt.log 2>&1; then
-    echo "quickstart.sh --corrupt exited 0: a damaged result went unnoticed" >&2
+  corrupt=0
+  tools/quickstart.sh --corrupt >build/quickstart-corrupt.log 2>&1 || corrupt=$?
+  if [ "$corrupt" -ne 1 ] || ! grep -q '240 right, 1 wrong' build/quickstart-corrupt.log; then
+    tail -20 build/quickstart-corrupt.log >&2
+    echo "quickstart.sh --corrupt exited $corrupt: it must find exactly the damaged result and exit 1" >&2
     exit 1
   fi
-  echo "quickstart.sh --corrupt failed as it must"
+  echo "quickstart.sh --corrupt found the damaged result and exited 1"
 fi
 tools/gpu_notice.sh
