@@ -91,7 +91,8 @@ class Buffer {
   std::unique_ptr<State> state_;
 };
 
-// Owns buffers and an in-order stream in the daemon. Ends with the object, with its process, or with Close.
+// Owns buffers and an in-order stream in the daemon. Ends with the object, with its process, or with Close: calls that
+// have not been launched by then are answered CANCELLED.
 class Session {
  public:
   Session(Session&&) noexcept;
@@ -107,7 +108,8 @@ class Session {
 
   // Returns when d is written.
   absl::StatusOr<GemmResult> Gemm(const GemmSpec& spec);
-  // `done` runs on a library thread, exactly once, and must not block. The views' buffers must live until then.
+  // `done` runs on a library thread, exactly once, and must not block. The views' buffers must live until then. Calls
+  // that are on the way together may arrive in any order: wait for a result before sending what reads it.
   void GemmAsync(const GemmSpec& spec, std::function<void(absl::StatusOr<GemmResult>)> done);
   std::future<absl::StatusOr<GemmResult>> GemmAsync(const GemmSpec& spec);
 

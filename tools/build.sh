@@ -11,9 +11,19 @@ log="build/$preset/build.log"
 targets=()
 [ $# -gt 0 ] && targets=(--target "$@")
 
+# Everything goes to the log; a terminal also sees the current step on one line.
+show() {
+  if [ -t 1 ]; then
+    tee "$log" | while IFS= read -r line; do printf '\r\033[K%.100s' "$line"; done
+    printf '\r\033[K'
+  else
+    cat >"$log"
+  fi
+}
+
 start=$SECONDS
 echo "building preset $preset (log: $log)"
-if ! { cmake --preset "$preset" && cmake --build --preset "$preset" -j "${TESSERA_JOBS:-$(nproc)}" "${targets[@]}"; } >"$log" 2>&1; then
+if ! { cmake --preset "$preset" && cmake --build --preset "$preset" -j "${TESSERA_JOBS:-$(nproc)}" "${targets[@]}"; } 2>&1 | show; then
   grep -nE 'error|FAILED' "$log" | head -40 >&2
   echo "build failed; see $log" >&2
   exit 1

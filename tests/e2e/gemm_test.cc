@@ -13,6 +13,7 @@
 
 #include "tessera/v1/compute.grpc.pb.h"
 #include "tests/e2e/daemon_fixture.h"
+#include "tests/e2e/pipeline.h"
 #include "tests/oracle/codec.h"
 #include "tests/workload/shared_problem.h"
 
@@ -105,12 +106,12 @@ TEST_F(GemmTest, EveryCombinationOfScales) {
   }
 }
 
-TEST_F(GemmTest, CallsOfOneSessionRunInTheirOrder) {
+TEST_F(GemmTest, CallsOfOneSessionRunInTheOrderOfTheirArrival) {
   constexpr std::int64_t kExtent = 32;
-  constexpr int kCalls = 40;
+  constexpr int kCalls = 20;
+  constexpr std::uint64_t kMatrixBytes = kExtent * kExtent * 2;
   client::Client client = Connect();
   client::Session session = client.OpenSession("chain").value();
-  constexpr std::uint64_t kMatrixBytes = kExtent * kExtent * 2;
   const client::Buffer buffer = session.Allocate((kCalls + 2) * kMatrixBytes).value();
   const auto matrix = [&](int i) {
     return buffer.Tensor(DType::kBf16, {kExtent, kExtent}, static_cast<std::uint64_t>(i) * kMatrixBytes);
@@ -125,21 +126,43 @@ TEST_F(GemmTest, CallsOfOneSessionRunInTheirOrder) {
   for (std::int64_t i = 0; i < kExtent * kExtent; ++i) {
     oracle::Encode(DType::kBf16, static_cast<double>(i % 251), first.data + i * 2);
   }
-  std::vector<std::future<absl::StatusOr<client::GemmResult>>> pending;
-  for (int i = 0; i < kCalls; ++i)
-    pending.push_back(session.GemmAsync({.a = matrix(i), .b = shift, .d = matrix(i + 1)}));
-  for (auto& result : pending) {
-    const auto value = result.get();
-    ASSERT_TRUE(value.ok()) << value.status();
+  const SharedProblem slow =
+      SharedProblem::Make(session, {.m = 1024, .n = 1024, .k = 512}, kSeed, MemoryOwner::kDaemon).value();
+  Pipeline pipeline(client);
+  pipeline.Send(session, slow.spec());
+  for (int i = 0; i < kCalls; ++i) {
+    pipeline.Send(session, {.a = matrix(i), .b = shift, .d = matrix(i + 1)});
+    pipeline.AwaitArrival();  // two calls on the way may overtake each other
   }
+  pipeline.ExpectAllOk();
   const client::TensorView last = matrix(kCalls);
   for (std::int64_t row = 0; row < kExtent; ++row) {
     for (std::int64_t column = 0; column < kExtent; ++column) {
-      const std::int64_t from = (column + kExtent * 2 - kCalls % kExtent) % kExtent;
+      const std::int64_t from = (column + kExtent - kCalls) % kExtent;
+      static_assert(kCalls <= kExtent);
       EXPECT_EQ(oracle::Decode(DType::kBf16, last.data + (row * kExtent + column) * 2),
                 static_cast<double>((row * kExtent + from) % 251))
           << row << ", " << column;
     }
+  }
+}
+
+TEST_F(GemmTest, CallsOfOneSessionOnTheWayAtOnce) {
+  SCOPED_TRACE(kSeed);
+  client::Client client = Connect();
+  client::Session session = client.OpenSession("pipeline").value();
+  std::list<SharedProblem> problems;
+  Pipeline pipeline(client);
+  for (std::int64_t i = 0; i < 64; ++i) {
+    const GemmCase gemm_case{.m = 1 + i, .n = 65 - i, .k = 3 * i};
+    problems.push_back(
+        SharedProblem::Make(session, gemm_case, kSeed + static_cast<std::uint64_t>(i), MemoryOwner::kClient).value());
+    pipeline.Send(session, problems.back().spec());
+  }
+  pipeline.ExpectAllOk();
+  for (const SharedProblem& problem : problems) {
+    const oracle::Verdict verdict = problem.Check();
+    EXPECT_TRUE(verdict.ok) << problem.params().m << ": " << verdict.first;
   }
 }
 
@@ -159,7 +182,7 @@ TEST_F(GemmTest, EightClientsAtOnce) {
             oracle::kGemmPairs[(i + static_cast<std::size_t>(thread)) % oracle::kGemmPairs.size()];
         gemm_case.a_scale = oracle::LegalScales(gemm_case.a)[0];
         gemm_case.b_scale = oracle::LegalScales(gemm_case.b)[0];
-        gemm_case.m = random.Int(1, 70), gemm_case.n = random.Int(1, 70), gemm_case.k = random.Int(1, 200);
+        gemm_case.m = random.Int(2, 70), gemm_case.n = random.Int(2, 70), gemm_case.k = random.Int(2, 200);
         problems.emplace_back(gemm_case,
                               SharedProblem::Make(session, gemm_case, random.Next(), MemoryOwner::kDaemon).value());
         pending.push_back(session.GemmAsync(problems.back().second.spec()));
