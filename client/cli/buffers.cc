@@ -39,7 +39,8 @@ void PrintTable(const v1::ListBuffersReply& list) {
                buffer.principal(), std::to_string(buffer.owner_pid()), buffer.session_label()});
   }
   std::fputs(table.ToString().c_str(), stdout);
-  std::printf("%d buffers, %s\n", list.buffers_size(), HumanBytes(bytes).c_str());
+  std::printf("%s, %s\n", Counted(static_cast<std::uint64_t>(list.buffers_size()), "buffer").c_str(),
+              HumanBytes(bytes).c_str());
 }
 
 int Run(const GlobalOptions& options, bool all) {

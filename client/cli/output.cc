@@ -8,12 +8,16 @@
 
 #include <nlohmann/json.hpp>
 
+#include "absl/strings/cord.h"
+#include "absl/strings/str_cat.h"
 #include "common/text.h"
 
 namespace tessera::client::cli {
 namespace {
 
 using namespace std::chrono_literals;
+
+constexpr char kUnreachable[] = "tessera/unreachable";  // marks the errors of Connect
 
 bool IsNumber(const std::string& cell) {
   return !cell.empty() && std::isdigit(static_cast<unsigned char>(cell[0])) != 0;
@@ -37,8 +41,12 @@ void AppendRow(const std::vector<std::string>& row, const std::vector<Column>& c
 }  // namespace
 
 absl::StatusOr<Client> Connect(const GlobalOptions& options) {
-  return Client::Connect(
+  auto client = Client::Connect(
       {.socket = options.socket, .side_channel = {}, .timeout = std::chrono::milliseconds(options.timeout_ms)});
+  if (client.ok()) return client;
+  absl::Status status = client.status();
+  status.SetPayload(kUnreachable, absl::Cord());
+  return status;
 }
 
 int Fail(const GlobalOptions& options, const absl::Status& status) {
@@ -49,7 +57,7 @@ int Fail(const GlobalOptions& options, const absl::Status& status) {
   } else {
     std::fprintf(stderr, "tessera: %s: %s\n", code.c_str(), MessageOf(status).c_str());
   }
-  return status.code() == absl::StatusCode::kUnavailable ? kExitUnreachable : kExitFailed;
+  return status.GetPayload(kUnreachable).has_value() ? kExitUnreachable : kExitFailed;
 }
 
 std::string Table::ToString() const {
@@ -102,6 +110,10 @@ std::string Fixed(double value, int digits) {
   char text[64];
   std::snprintf(text, sizeof(text), "%.*f", digits, value);
   return text;
+}
+
+std::string Counted(std::uint64_t count, std::string_view noun) {
+  return absl::StrCat(count, " ", Av(noun), count == 1 ? "" : "s");
 }
 
 std::string HumanBytes(std::uint64_t bytes) {

@@ -26,7 +26,8 @@ struct GlobalOptions {
 
 absl::StatusOr<Client> Connect(const GlobalOptions& options);
 
-// Prints "tessera: <message>" to stderr, or {"error": ..} to stdout under --json; returns the exit code.
+// Prints "tessera: <message>" to stderr, or {"error": ..} to stdout under --json; returns the exit code, which is
+// kExitUnreachable for an error of Connect.
 int Fail(const GlobalOptions& options, const absl::Status& status);
 
 // Columns padded to their widest cell; columns of numbers (every cell begins with a digit) are right-aligned.
@@ -61,5 +62,6 @@ std::string Hex(std::string_view bytes);
 std::string HumanBytes(std::uint64_t bytes);            // "1.5 MiB"
 std::string HumanDuration(std::uint64_t milliseconds);  // "1h 02m"
 std::string Fixed(double value, int digits);
+std::string Counted(std::uint64_t count, std::string_view noun);  // "1 buffer", "2 buffers"
 
 }  // namespace tessera::client::cli
