@@ -234,6 +234,13 @@ class Daemon::Parts {
 
   const Settings settings_;
   const std::vector<SettingValue> setting_report_;
+  // Read by HTTP and RPC threads: constructed before them, destroyed after them.
+  std::atomic<bool> serving_{false};
+  std::atomic<bool> draining_{false};
+  std::mutex drain_mutex_;
+  std::condition_variable drain_requested_;
+  std::chrono::steady_clock::time_point drain_deadline_;  // guarded by drain_mutex_
+
   Metrics metrics_;
   PeerRegistry peers_;
   Executor executor_;
@@ -251,12 +258,6 @@ class Daemon::Parts {
   std::unique_ptr<Acceptor> rpc_acceptor_;
   std::unique_ptr<Acceptor> side_acceptor_;
   std::thread io_thread_;
-
-  std::atomic<bool> serving_{false};
-  std::atomic<bool> draining_{false};
-  std::mutex drain_mutex_;
-  std::condition_variable drain_requested_;
-  std::chrono::steady_clock::time_point drain_deadline_;  // guarded by drain_mutex_
 };
 
 absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const LoadedSettings& settings) {

@@ -26,7 +26,7 @@ int main(int argc, char** argv) {
 
   const std::vector<Command> commands = {AddStatus(app, options),  AddGemm(app, options),     AddBuffers(app, options),
                                          AddMetrics(app, options), AddLogLevel(app, options), AddConfig(app, options),
-                                         AddDrain(app, options)};
+                                         AddDrain(app, options),   AddBench(app, options)};
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

@@ -33,6 +33,11 @@ OperationOutcome OutcomeOf(const absl::Status& status) {
   }
 }
 
+void LogPlan(const planner::GemmProblem& problem, const OperationReport& report) {
+  spdlog::trace("gemm {} m={} n={} k={} batch={} -> {} ({}, split {})", problem.gemm_class.ToString(), problem.m,
+                problem.n, problem.k, problem.batch, report.variant, planner::SourceName(report.source), report.split);
+}
+
 }  // namespace
 
 // A session's stream on each device, and its share of the queue.
@@ -148,11 +153,7 @@ void Executor::Submit(Operation operation) {
 }
 
 void Executor::Enqueue(std::shared_ptr<Pending> pending) {
-  spdlog::trace("gemm {} m={} n={} k={} batch={} -> {} ({}, split {})",
-                pending->operation.gemm.problem.gemm_class.ToString(), pending->operation.gemm.problem.m,
-                pending->operation.gemm.problem.n, pending->operation.gemm.problem.k,
-                pending->operation.gemm.problem.batch, pending->report.variant,
-                planner::SourceName(pending->report.source), pending->report.split);
+  if (spdlog::should_log(spdlog::level::trace)) LogPlan(pending->operation.gemm.problem, pending->report);
   // Calls without a session are not ordered among themselves: each has a stream of its own.
   const std::shared_ptr<Stream> stream =
       pending->lane != nullptr ? pending->lane->StreamOn(pending->device) : pending->device->OpenStream();
@@ -160,8 +161,9 @@ void Executor::Enqueue(std::shared_ptr<Pending> pending) {
   job.workspace_bytes = pending->plan.workspace_bytes;
   job.admit = [this, pending]() -> absl::Status {
     const Operation& op = pending->operation;
-    if (op.session != nullptr && op.session->ended())
+    if (op.session != nullptr && op.session->ended()) {
       return absl::CancelledError("the session ended before the launch");
+    }
     return op.still_wanted();
   };
   job.launch = [this, pending](const kernels::LaunchContext& context) {

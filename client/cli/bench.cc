@@ -1,0 +1,297 @@
+// `tessera bench rpc`: what a call through the daemon costs, beside a bare echo service in a process of its own with
+// the same gRPC build, socket kind, channel arguments, client code and message sizes. One JSON object a line.
+
+#include <grpcpp/grpcpp.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <thread>
+
+#include <nlohmann/json.hpp>
+
+#include "absl/strings/str_cat.h"
+#include "client/cli/commands.h"
+#include "client/core.h"
+#include "common/status_macros.h"
+#include "common/text.h"
+
+extern char** environ;
+
+namespace tessera::client::cli {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kRounds = 5;            // medians of these
+constexpr int kCallsPerRound = 4000;  // of all clients together
+constexpr int kRssWarmUpCalls = 10000;
+constexpr int kRssCalls = 100000;
+
+struct BenchOptions {
+  std::string out;  // empty = stdout
+  std::string git;
+};
+
+// Answers every Gemm at once with a reply of the size that the daemon's has.
+class EchoService final : public v1::Compute::CallbackService {
+  grpc::ServerUnaryReactor* Gemm(grpc::CallbackServerContext* context, const v1::GemmRequest* /*request*/,
+                                 v1::GemmReply* reply) override {
+    v1::OpReport& report = *reply->mutable_report();
+    report.set_variant("gemm.cpu.bf16_bf16.bf16.fast.NT/reference");
+    report.set_backend("cpu");
+    report.set_source("degraded");
+    report.set_split(1);
+    report.set_flops(8192);
+    grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+    reactor->Finish(grpc::Status::OK);
+    return reactor;
+  }
+};
+
+int RunEchoServer(const std::string& path) {
+  EchoService service;
+  grpc::ServerBuilder builder;
+  builder.AddListeningPort("unix:" + path, grpc::InsecureServerCredentials());
+  builder.RegisterService(&service);
+  const std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
+  if (server == nullptr) return kExitFailed;
+  server->Wait();  // until killed
+  return kExitOk;
+}
+
+// The echo service in a child process, killed with the object.
+class EchoProcess {
+ public:
+  static absl::StatusOr<std::unique_ptr<EchoProcess>> Start() {
+    const std::string path = absl::StrCat("/tmp/tessera-echo-", ::getpid(), ".sock");
+    std::string words[] = {"tessera", "bench", "echo-server", path};
+    char* arguments[] = {words[0].data(), words[1].data(), words[2].data(), words[3].data(), nullptr};
+    std::error_code error;
+    const std::string program = std::filesystem::read_symlink("/proc/self/exe", error);
+    pid_t pid = 0;
+    if (error || ::posix_spawn(&pid, program.c_str(), nullptr, nullptr, arguments, environ) != 0) {
+      return absl::InternalError("cannot start the echo service");
+    }
+    return std::unique_ptr<EchoProcess>(new EchoProcess(pid, path));
+  }
+
+  ~EchoProcess() {
+    ::kill(pid_, SIGKILL);
+    ::waitpid(pid_, nullptr, 0);
+    ::unlink(path_.c_str());
+  }
+
+  const std::string& path() const { return path_; }
+
+ private:
+  EchoProcess(pid_t pid, std::string path) : pid_(pid), path_(std::move(path)) {}
+  const pid_t pid_;
+  const std::string path_;
+};
+
+// One client: a connection of its own and the request that it repeats.
+struct Caller {
+  std::unique_ptr<ClientCore> core;
+  v1::GemmRequest request;
+  std::string token;
+
+  absl::Status Call() const {
+    grpc::ClientContext context;
+    context.AddMetadata("tessera-session-bin", token);
+    context.set_wait_for_ready(true);
+    v1::GemmReply reply;
+    return FromGrpc(core->compute->Gemm(&context, request, &reply));
+  }
+};
+
+void SetTensor(const std::string& buffer_id, std::uint64_t byte_offset, v1::Tensor& tensor) {
+  tensor.set_buffer_id(buffer_id);
+  tensor.set_byte_offset(byte_offset);
+  tensor.set_dtype(v1::DTYPE_BF16);
+  tensor.add_shape(16);
+  tensor.add_shape(16);
+}
+
+// What one side of the comparison needs: callers, and for the daemon the sessions behind them.
+struct Side {
+  std::vector<Session> sessions;
+  std::vector<Buffer> buffers;
+  std::vector<Caller> callers;
+};
+
+// The echo's callers send the same bytes as the daemon's.
+absl::StatusOr<std::pair<Side, Side>> MakeSides(Client& client, const std::string& echo_socket, int clients) {
+  Side daemon;
+  Side echo;
+  for (int i = 0; i < clients; ++i) {
+    ASSIGN_OR_RETURN(Session session, client.OpenSession("bench"));
+    ASSIGN_OR_RETURN(Buffer buffer, session.Allocate(4096));
+    Caller caller{.core = std::make_unique<ClientCore>(ConnectOptions{.socket = client.socket(), .side_channel = {}}),
+                  .request = {},
+                  .token = session.token()};
+    SetTensor(buffer.id(), 0, *caller.request.mutable_op()->mutable_a());
+    SetTensor(buffer.id(), 1024, *caller.request.mutable_op()->mutable_b());
+    SetTensor(buffer.id(), 2048, *caller.request.mutable_op()->mutable_d());
+    caller.request.mutable_options()->set_backend(v1::BACKEND_CPU);
+    echo.callers.push_back(
+        {.core = std::make_unique<ClientCore>(ConnectOptions{.socket = echo_socket, .side_channel = {}}),
+         .request = caller.request,
+         .token = caller.token});
+    daemon.callers.push_back(std::move(caller));
+    daemon.sessions.push_back(std::move(session));
+    daemon.buffers.push_back(std::move(buffer));
+  }
+  return std::make_pair(std::move(daemon), std::move(echo));
+}
+
+struct Round {
+  double p50_us = 0;
+  double p99_us = 0;
+  double rate = 0;  // calls a second, all clients
+};
+
+// Every client calls back to back until `calls` are done.
+absl::StatusOr<Round> RunRound(const std::vector<Caller>& callers, int calls) {
+  std::vector<std::vector<double>> latencies(callers.size());
+  std::vector<absl::Status> statuses(callers.size());
+  std::vector<std::thread> threads;
+  const int each = calls / static_cast<int>(callers.size());
+  const Clock::time_point start = Clock::now();
+  for (std::size_t i = 0; i < callers.size(); ++i) {
+    threads.emplace_back([&, i] {
+      for (int call = 0; call < each && statuses[i].ok(); ++call) {
+        const Clock::time_point begin = Clock::now();
+        statuses[i] = callers[i].Call();
+        latencies[i].push_back(std::chrono::duration<double, std::micro>(Clock::now() - begin).count());
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
+  std::vector<double> all;
+  for (std::size_t i = 0; i < callers.size(); ++i) {
+    RETURN_IF_ERROR(statuses[i]);
+    all.insert(all.end(), latencies[i].begin(), latencies[i].end());
+  }
+  std::sort(all.begin(), all.end());
+  return Round{.p50_us = all[all.size() / 2],
+               .p99_us = all[all.size() * 99 / 100],
+               .rate = static_cast<double>(all.size()) / seconds};
+}
+
+double MedianOf(const std::vector<Round>& rounds, double Round::*field) {
+  std::vector<double> values;
+  for (const Round& round : rounds) values.push_back(round.*field);
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+std::int64_t ResidentBytes(int pid) {
+  std::ifstream statm(absl::StrCat("/proc/", pid, "/statm"));
+  std::int64_t total = 0;
+  std::int64_t resident = 0;
+  statm >> total >> resident;
+  return resident * ::sysconf(_SC_PAGESIZE);
+}
+
+std::string Machine() {
+  std::ifstream cpuinfo("/proc/cpuinfo");
+  std::string model = "unknown processor";
+  for (std::string line; std::getline(cpuinfo, line);) {
+    if (line.rfind("model name", 0) == 0) {
+      model = line.substr(line.find(':') + 2);
+      break;
+    }
+  }
+  return absl::StrCat(model, ", ", std::thread::hardware_concurrency(), " threads");
+}
+
+absl::StatusOr<nlohmann::json> RunCase(Client& client, const std::string& echo_socket, int clients, int daemon_pid,
+                                       const BenchOptions& bench, Progress& progress, std::uint64_t& done) {
+  ASSIGN_OR_RETURN(auto sides, MakeSides(client, echo_socket, clients));
+  auto& [daemon, echo] = sides;
+  const auto measure = [&](const Side& side, int calls) -> absl::StatusOr<Round> {
+    auto round = RunRound(side.callers, calls);
+    progress.Update(done += static_cast<std::uint64_t>(calls));
+    return round;
+  };
+  RETURN_IF_ERROR(measure(echo, kCallsPerRound).status());  // warm up both
+  RETURN_IF_ERROR(measure(daemon, kCallsPerRound).status());
+  std::vector<Round> daemon_rounds;
+  std::vector<Round> echo_rounds;
+  for (int round = 0; round < kRounds; ++round) {  // interleaved: both see the same machine
+    ASSIGN_OR_RETURN(const Round echo_round, measure(echo, kCallsPerRound));
+    ASSIGN_OR_RETURN(const Round daemon_round, measure(daemon, kCallsPerRound));
+    echo_rounds.push_back(echo_round);
+    daemon_rounds.push_back(daemon_round);
+  }
+  RETURN_IF_ERROR(measure(daemon, kRssWarmUpCalls).status());
+  const std::int64_t resident = ResidentBytes(daemon_pid);
+  RETURN_IF_ERROR(measure(daemon, kRssCalls).status());
+  return nlohmann::json{{"case", "gemm16_uds"},
+                        {"clients", clients},
+                        {"p50_us", MedianOf(daemon_rounds, &Round::p50_us)},
+                        {"p99_us", MedianOf(daemon_rounds, &Round::p99_us)},
+                        {"rate", MedianOf(daemon_rounds, &Round::rate)},
+                        {"echo_p50_us", MedianOf(echo_rounds, &Round::p50_us)},
+                        {"echo_p99_us", MedianOf(echo_rounds, &Round::p99_us)},
+                        {"echo_rate", MedianOf(echo_rounds, &Round::rate)},
+                        {"rss_growth_bytes", ResidentBytes(daemon_pid) - resident},
+                        {"machine", Machine()},
+                        {"git", bench.git}};
+}
+
+absl::Status RunRpcBench(const GlobalOptions& options, const BenchOptions& bench) {
+  ASSIGN_OR_RETURN(Client client, Connect(options));
+  ASSIGN_OR_RETURN(const v1::ServerInfoReply info, client.ServerInfo());
+  ASSIGN_OR_RETURN(const std::unique_ptr<EchoProcess> echo, EchoProcess::Start());
+  constexpr int kClients[] = {1, 8};
+  constexpr std::uint64_t kCallsPerCase = 2 * (kRounds + 1) * kCallsPerRound + kRssWarmUpCalls + kRssCalls;
+  Progress progress("bench rpc", kCallsPerCase * std::size(kClients));
+  std::uint64_t done = 0;
+  std::string lines;
+  for (const int clients : kClients) {
+    ASSIGN_OR_RETURN(const nlohmann::json row,
+                     RunCase(client, echo->path(), clients, info.pid(), bench, progress, done));
+    lines += row.dump() + "\n";
+  }
+  if (bench.out.empty()) {
+    std::fputs(lines.c_str(), stdout);
+    return absl::OkStatus();
+  }
+  std::ofstream file(bench.out);
+  if (!(file << lines << std::flush)) return absl::InternalError(absl::StrCat("cannot write ", bench.out));
+  return absl::OkStatus();
+}
+
+int Run(const GlobalOptions& options, const BenchOptions& bench) {
+  const absl::Status status = RunRpcBench(options, bench);
+  return status.ok() ? kExitOk : Fail(options, status);
+}
+
+}  // namespace
+
+Command AddBench(CLI::App& app, const GlobalOptions& options) {
+  CLI::App* command = app.add_subcommand("bench", "Measurements of this node's daemon");
+  command->require_subcommand(1);
+  auto bench = std::make_shared<BenchOptions>();
+  CLI::App* rpc = command->add_subcommand(
+      "rpc", "A 16x16x16 Gemm beside a bare echo service: latency, rate, memory growth; a minute or two");
+  rpc->add_option("--out", bench->out, "Write the JSON lines here instead of to standard output");
+  rpc->add_option("--git", bench->git, "Revision to note in the report");
+  auto echo_path = std::make_shared<std::string>();
+  CLI::App* echo = command->add_subcommand("echo-server", "The echo service of `bench rpc`")->group("");
+  echo->add_option("path", *echo_path)->required();
+  return {command, [&options, bench, echo, echo_path] {
+            return echo->parsed() ? RunEchoServer(*echo_path) : Run(options, *bench);
+          }};
+}
+
+}  // namespace tessera::client::cli
