@@ -153,7 +153,7 @@ TEST_F(CliTest, Buffers) {
     const Finished table = Tessera(arguments);
     EXPECT_EQ(table.code, 0) << table.err;
     EXPECT_THAT(table.out, HasSubstr("held by the test"));
-    EXPECT_THAT(table.out, HasSubstr("1 buffers"));
+    EXPECT_THAT(table.out, HasSubstr("1 buffer,"));
     const json list = Json(arguments);
     ASSERT_EQ(list.size(), 1U);
     EXPECT_EQ(KeysOf(list[0]), (std::set<std::string>{"buffer_id", "origin", "space", "bytes", "references", "age_ms",
