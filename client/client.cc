@@ -25,7 +25,7 @@ absl::StatusOr<Reply> Call(const ClientCore& core, Stub& stub,
 }  // namespace
 
 absl::StatusOr<Client> Client::Connect(ConnectOptions options) {
-  Client client(std::make_shared<ClientCore>(std::move(options)));
+  Client client(ClientCore::Make(std::move(options)));
   const absl::Status status = client.ServerInfo().status();
   if (status.code() == absl::StatusCode::kUnavailable || status.code() == absl::StatusCode::kDeadlineExceeded) {
     return absl::UnavailableError(absl::StrCat("no daemon answers at ", client.socket(),

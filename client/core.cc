@@ -3,6 +3,7 @@
 #include <sys/socket.h>
 #include <sys/time.h>
 
+#include <thread>
 #include <utility>
 
 #include "common/fd_message.h"
@@ -29,7 +30,26 @@ std::shared_ptr<grpc::Channel> MakeChannel(const ConnectOptions& options) {
   return grpc::CreateCustomChannel("unix:" + options.socket, grpc::InsecureChannelCredentials(), arguments);
 }
 
+thread_local bool on_callback_thread = false;
+
+// The last owner may be the callback of a call that outlived its session and client.
+void Destroy(ClientCore* core) {
+  if (on_callback_thread) {
+    std::thread([core] { delete core; }).detach();
+  } else {
+    delete core;
+  }
+}
+
 }  // namespace
+
+void EnteredCallbackThread() {
+  on_callback_thread = true;  // for good: gRPC's callback threads do nothing else
+}
+
+std::shared_ptr<ClientCore> ClientCore::Make(ConnectOptions connect_options) {
+  return {new ClientCore(std::move(connect_options)), &Destroy};
+}
 
 absl::Status FromGrpc(const grpc::Status& status) {
   if (status.ok()) return absl::OkStatus();

@@ -22,9 +22,13 @@ namespace tessera::client {
 
 absl::Status FromGrpc(const grpc::Status& status);
 
+// Marks the calling thread as one on which gRPC runs callbacks. A channel may not be destroyed there: gRPC would wait
+// for the very thread that it is on. Objects that own one are then destroyed on a thread of their own.
+void EnteredCallbackThread();
+
 class ClientCore {
  public:
-  explicit ClientCore(ConnectOptions connect_options);
+  static std::shared_ptr<ClientCore> Make(ConnectOptions connect_options);
 
   // A context that gives up after the client's timeout.
   void Prepare(grpc::ClientContext& context) const;
@@ -34,6 +38,9 @@ class ClientCore {
   const std::unique_ptr<v1::Admin::Stub> admin;
   const std::unique_ptr<v1::Memory::Stub> memory;
   const std::unique_ptr<v1::Compute::Stub> compute;
+
+ private:
+  explicit ClientCore(ConnectOptions connect_options);
 };
 
 // The client's end of the side channel; one request at a time.

@@ -238,6 +238,7 @@ void Session::GemmAsync(const GemmSpec& spec, std::function<void(absl::StatusOr<
   pending->start = Clock::now();
   core_->client->compute->async()->Gemm(&pending->context, &pending->request, &pending->reply,
                                         [pending, done = std::move(done)](const grpc::Status& status) {
+                                          EnteredCallbackThread();
                                           done(ResultOf(status, pending->reply, pending->start));
                                         });
 }

@@ -98,7 +98,7 @@ class EchoProcess {
 
 // One client: a connection of its own and the request that it repeats.
 struct Caller {
-  std::unique_ptr<ClientCore> core;
+  std::shared_ptr<ClientCore> core;
   v1::GemmRequest request;
   std::string token;
 
@@ -133,17 +133,16 @@ absl::StatusOr<std::pair<Side, Side>> MakeSides(Client& client, const std::strin
   for (int i = 0; i < clients; ++i) {
     ASSIGN_OR_RETURN(Session session, client.OpenSession("bench"));
     ASSIGN_OR_RETURN(Buffer buffer, session.Allocate(4096));
-    Caller caller{.core = std::make_unique<ClientCore>(ConnectOptions{.socket = client.socket(), .side_channel = {}}),
+    Caller caller{.core = ClientCore::Make(ConnectOptions{.socket = client.socket(), .side_channel = {}}),
                   .request = {},
                   .token = session.token()};
     SetTensor(buffer.id(), 0, *caller.request.mutable_op()->mutable_a());
     SetTensor(buffer.id(), 1024, *caller.request.mutable_op()->mutable_b());
     SetTensor(buffer.id(), 2048, *caller.request.mutable_op()->mutable_d());
     caller.request.mutable_options()->set_backend(v1::BACKEND_CPU);
-    echo.callers.push_back(
-        {.core = std::make_unique<ClientCore>(ConnectOptions{.socket = echo_socket, .side_channel = {}}),
-         .request = caller.request,
-         .token = caller.token});
+    echo.callers.push_back({.core = ClientCore::Make(ConnectOptions{.socket = echo_socket, .side_channel = {}}),
+                            .request = caller.request,
+                            .token = caller.token});
     daemon.callers.push_back(std::move(caller));
     daemon.sessions.push_back(std::move(session));
     daemon.buffers.push_back(std::move(buffer));

@@ -3,13 +3,13 @@
 #include <algorithm>
 #include <atomic>
 #include <boost/asio/post.hpp>
-#include <boost/asio/strand.hpp>
 #include <boost/asio/thread_pool.hpp>
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
+#include <deque>
 #include <mutex>
-#include <new>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -86,17 +86,39 @@ class Arena {
 
 class CpuStream final : public Stream, public std::enable_shared_from_this<CpuStream> {
  public:
-  CpuStream(asio::thread_pool& pool, kernels::HostParallel parallel)
-      : strand_(asio::make_strand(pool)), parallel_(parallel) {}
+  CpuStream(asio::thread_pool& pool, kernels::HostParallel parallel) : pool_(pool), parallel_(parallel) {}
 
   void Enqueue(Job job) override {
-    asio::post(strand_, [self = shared_from_this(), job = std::move(job), accepted = Clock::now()]() mutable {
-      self->Run(job, accepted);
-      job = Job{};  // release what the callbacks hold before the stream takes its next job
-    });
+    const std::lock_guard<std::mutex> lock(mutex_);
+    queue_.push_back({std::move(job), Clock::now()});
+    if (!scheduled_) Schedule();
   }
 
  private:
+  struct Queued {
+    Job job;
+    Clock::time_point accepted;
+  };
+
+  // With mutex_ held. One job a turn: a strand would run all that is queued before it yields, and a session with a long
+  // queue would keep the others from a worker.
+  void Schedule() {
+    scheduled_ = true;
+    asio::post(pool_, [self = shared_from_this()] { self->TakeTurn(); });
+  }
+
+  void TakeTurn() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    std::optional<Queued> next = std::move(queue_.front());
+    queue_.pop_front();
+    lock.unlock();
+    Run(next->job, next->accepted);
+    next.reset();  // release what the callbacks hold before the stream takes its next job
+    lock.lock();
+    scheduled_ = false;
+    if (!queue_.empty()) Schedule();
+  }
+
   void Run(const Job& job, Clock::time_point accepted) {
     JobResult result;
     result.queue_ns = NanosecondsSince(accepted);
@@ -125,9 +147,13 @@ class CpuStream final : public Stream, public std::enable_shared_from_this<CpuSt
     }
   }
 
-  asio::strand<asio::thread_pool::executor_type> strand_;
+  asio::thread_pool& pool_;
   const kernels::HostParallel parallel_;
-  Arena arena_;  // touched only on the strand
+  Arena arena_;  // touched only by the turn's thread
+
+  std::mutex mutex_;
+  std::deque<Queued> queue_;  // bounded by the executor
+  bool scheduled_ = false;    // a turn is posted or running: jobs of one stream never overlap
 };
 
 class CpuDevice final : public Device {

@@ -1,4 +1,5 @@
-// The CPU as a device: a fixed pool of threads, streams as strands over it. Work never runs on RPC threads.
+// The CPU as a device: a fixed pool of threads, over which streams take turns, one job each. Work never runs on RPC
+// threads.
 #pragma once
 
 #include <cstdint>

@@ -9,6 +9,9 @@
 #include <algorithm>
 #include <chrono>
 #include <filesystem>
+#include <functional>
+#include <future>
+#include <memory>
 #include <string>
 #include <thread>
 
@@ -24,6 +27,7 @@ namespace {
 
 using namespace std::chrono_literals;
 using absl::StatusCode;
+using ::testing::AnyOf;
 using ::testing::HasSubstr;
 using workload::MemoryOwner;
 using workload::SharedProblem;
@@ -248,6 +252,26 @@ TEST_F(LifecycleTest, WithoutGraceItDoesNotWaitForOneLongCall) {
   if (!code.has_value()) daemon->Signal(SIGKILL);  // so that the call below gets its answer
   EXPECT_GT(code.value_or(1), 0) << daemon->Err();
   EXPECT_FALSE(pipeline.Results()[0].ok());
+}
+
+// The daemon is another process, so that this one has no channel but the client's: with the last answer, gRPC's
+// callback threads come to their end while one of them still runs the callback.
+TEST_F(LifecycleTest, AnAnswerMayOutliveItsClient) {
+  const auto daemon = Start();
+  for (int round = 0; round < 30; ++round) {
+    auto answered = std::make_shared<std::promise<absl::Status>>();
+    {
+      client::Client client = TryConnect().value();
+      client::Session session = client.OpenSession("short").value();
+      const client::Buffer buffer = session.Allocate(6 << 20).value();
+      const auto matrix = [&](std::uint64_t i) { return buffer.Tensor(DType::kBf16, {768, 768}, i << 21U); };
+      session.GemmAsync(
+          {.a = matrix(0), .b = matrix(1), .d = matrix(2)},
+          [answered](const absl::StatusOr<client::GemmResult>& result) { answered->set_value(result.status()); });
+    }
+    const absl::Status status = answered->get_future().get();  // the session may have ended before the launch
+    EXPECT_THAT(status.code(), AnyOf(StatusCode::kOk, StatusCode::kCancelled, StatusCode::kNotFound)) << status;
+  }
 }
 
 TEST_F(LifecycleTest, ASecondSignalEndsItAtOnce) {

@@ -145,10 +145,10 @@ class ExecutorTest : public ::testing::Test {
  protected:
   void SetUp() override { Start({.queue_max = 1'000, .queue_per_session_max = 100}); }
 
-  void Start(const ExecutorOptions& options) {
+  void Start(const ExecutorOptions& options, int threads = 3) {
     TearDown();
     std::vector<std::unique_ptr<Device>> devices;
-    devices.push_back(MakeCpuDevice({.threads = 3, .workspace_bytes_max = 1 << 24}));
+    devices.push_back(MakeCpuDevice({.threads = threads, .workspace_bytes_max = 1 << 24}));
     executor_ = std::make_unique<Executor>(std::move(devices), std::nullopt, options, metrics_);
   }
 
@@ -325,6 +325,39 @@ TEST_F(ExecutorTest, SessionsRunSideBySide) {
   EXPECT_EQ(held.calls(), 0);
   gate.Open();
   EXPECT_TRUE(held.Await().ok());
+}
+
+// One worker: a session with a long queue and one with a single operation take turns.
+TEST_F(ExecutorTest, ALongQueueDoesNotKeepOtherSessionsWaiting) {
+  Start({.queue_max = 1'000, .queue_per_session_max = 100}, /*threads=*/1);
+  const std::shared_ptr<Session> busy = OpenSession();
+  const std::shared_ptr<Session> other = OpenSession();
+  Gate gate;
+  Product first(Small());
+  Block(first, gate, busy);
+  std::mutex mutex;
+  std::string order;
+  const auto submit = [&](Product& product, const std::shared_ptr<Session>& session, char name) {
+    Operation operation = product.Make(session);
+    operation.still_wanted = [&mutex, &order, name] {
+      const std::lock_guard<std::mutex> lock(mutex);
+      order += name;
+      return absl::OkStatus();
+    };
+    executor_->Submit(std::move(operation));
+  };
+  std::vector<std::unique_ptr<Product>> queued;
+  for (int i = 0; i < 20; ++i) {
+    queued.push_back(std::make_unique<Product>(Small()));
+    submit(*queued.back(), busy, 'b');
+  }
+  Product single(Small());
+  submit(single, other, 'o');
+  gate.Open();
+  EXPECT_TRUE(single.Await().ok());
+  for (const auto& product : queued) EXPECT_TRUE(product->Await().ok());
+  EXPECT_LE(order.find('o'), 1U) << order;
+  ExpectQuiet();
 }
 
 TEST_F(ExecutorTest, EndOfTheSessionDropsItsQueuedWork) {
