@@ -46,12 +46,13 @@ using Scale = std::variant<float, TensorView>;
 
 // D[.., m, n] = (sum_k A[.., m, k] * B[.., n, k]) * a_scale * b_scale + bias; see GemmOp in types.proto.
 struct GemmSpec {
-  TensorView a;  // [.., M, K]
-  TensorView b;  // [.., N, K]; use Transposed() on a [K, N] tensor
-  TensorView d;  // [.., M, N]
-  std::optional<Scale> a_scale;
-  std::optional<Scale> b_scale;
-  std::optional<TensorView> bias;  // [N]
+  // The initialisers let a caller name only what it sets, without -Wextra's complaint.
+  TensorView a = {};  // [.., M, K]
+  TensorView b = {};  // [.., N, K]; use Transposed() on a [K, N] tensor
+  TensorView d = {};  // [.., M, N]
+  std::optional<Scale> a_scale = {};
+  std::optional<Scale> b_scale = {};
+  std::optional<TensorView> bias = {};  // [N]
   v1::Accumulation accumulation = v1::ACCUMULATION_UNSPECIFIED;
   v1::Backend backend = v1::BACKEND_UNSPECIFIED;
   bool profile = false;                  // fill report.timing

@@ -4,6 +4,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+case "${1:-}" in
+  -h | --help) sed -n '2,3s/^# \{0,1\}//p' "$0"; exit 0 ;;
+esac
+
 preset=${1:-cpu}
 [ $# -gt 0 ] && shift
 mkdir -p "build/$preset"
@@ -22,9 +26,9 @@ show() {
 }
 
 start=$SECONDS
-echo "building preset $preset (log: $log)"
+echo "building preset $preset, minutes if from nothing (log: $log)"
 if ! { cmake --preset "$preset" && cmake --build --preset "$preset" -j "${TESSERA_JOBS:-$(nproc)}" "${targets[@]}"; } 2>&1 | show; then
-  grep -nE 'error|FAILED' "$log" | head -40 >&2
+  grep -nE -A4 'CMake Error|error:|FAILED' "$log" | head -40 >&2 || tail -30 "$log" >&2
   echo "build failed; see $log" >&2
   exit 1
 fi

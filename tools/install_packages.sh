@@ -6,6 +6,12 @@
 #   tools/install_packages.sh --check    only say what is missing (exit 1 if anything is)
 set -euo pipefail
 
+case "${1:-}" in
+  "" | --check) ;;
+  -h | --help) sed -n '2,6s/^# \{0,1\}//p' "$0"; exit 0 ;;
+  *) echo "install_packages: unknown argument $1 (try --help)" >&2; exit 2 ;;
+esac
+
 packages=(
   g++ cmake ninja-build python3 ca-certificates
   libgrpc++-dev libprotobuf-dev protobuf-compiler protobuf-compiler-grpc libabsl-dev
@@ -33,7 +39,7 @@ if [ "$(id -u)" -ne 0 ]; then
   echo "tessera: not root; have an administrator run:  apt-get install --no-install-recommends ${missing[*]}" >&2
   exit 1
 fi
-echo "installing ${#missing[@]} packages"
+echo "installing ${#missing[@]} packages, about half a minute"
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -qq
 apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null

@@ -59,6 +59,7 @@ if [ "$keep" = 1 ]; then
   echo "the daemon keeps running (pid $daemon); talk to it with:"
   echo "  export TESSERA_SOCKET=$TESSERA_SOCKET"
   echo "  $build/client/cli/tessera gemm --check"
+  echo "  $build/client/cli/tessera drain      # ends it; its log stays in $run"
   tools/gpu_notice.sh
   exit "$outcome"
 fi

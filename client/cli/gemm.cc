@@ -104,7 +104,7 @@ void PrintJson(const Outcome& outcome) {
 void PrintTable(const Outcome& outcome) {
   Table table(
       {"gemm", ShapeText(outcome.spec.a) + " . " + ShapeText(outcome.spec.b) + "^T -> " + ShapeText(outcome.spec.d)});
-  table.Add({"variant", outcome.report.variant()});
+  table.Add({"variant", outcome.report.variant().empty() ? "nothing to compute" : outcome.report.variant()});
   table.Add({"chosen by",
              outcome.report.source() +
                  (outcome.report.split() > 1 ? ", K in " + std::to_string(outcome.report.split()) + " slices" : "")});

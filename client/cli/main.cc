@@ -2,6 +2,8 @@
 
 #include <CLI/CLI.hpp>
 
+#include <algorithm>
+#include <cstdio>
 #include <vector>
 
 #include "client/cli/commands.h"
@@ -20,6 +22,7 @@ int main(int argc, char** argv) {
   app.add_option("--timeout-ms", options.timeout_ms, "For connecting and for calls that do not compute")
       ->capture_default_str()
       ->check(CLI::Range(1, 600000));
+  app.set_version_flag("--version", "tessera " TESSERA_VERSION);
   app.footer(
       "Exit codes: 0 done, 1 refused or a check failed, 2 wrong command line, 3 no daemon answers.\n"
       "`tessera COMMAND --help` explains a command.");
@@ -27,6 +30,11 @@ int main(int argc, char** argv) {
   const std::vector<Command> commands = {AddStatus(app, options),  AddGemm(app, options),     AddBuffers(app, options),
                                          AddMetrics(app, options), AddLogLevel(app, options), AddConfig(app, options),
                                          AddDrain(app, options),   AddBench(app, options)};
+  const auto is_named = [&](const Command& command) { return command.app->get_name() == argv[1]; };
+  if (argc > 1 && argv[1][0] != '-' && std::none_of(commands.begin(), commands.end(), is_named)) {
+    std::fprintf(stderr, "tessera: unknown command '%s'; `tessera --help` lists them\n", argv[1]);
+    return kExitUsage;
+  }
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

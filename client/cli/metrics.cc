@@ -80,6 +80,9 @@ int Run(const GlobalOptions& options, const std::string& prefix, bool all) {
     std::printf("%s\n", document.dump(2, ' ', false, nlohmann::json::error_handler_t::replace).c_str());
     return kExitOk;
   }
+  if (samples.empty() && Parse(*text, prefix, /*all=*/true).empty()) {
+    return Fail(options, absl::NotFoundError(absl::StrCat("no metric begins with ", prefix)));
+  }
   Table table({"metric", "value"});
   for (const Sample& sample : samples) table.Add({sample.name, sample.value});
   std::fputs(table.ToString().c_str(), stdout);

@@ -55,10 +55,12 @@ grpc::ServerUnaryReactor* AdminService::GetConfig(grpc::CallbackServerContext* c
     for (const SettingValue& value : admin_.setting_report) {
       v1::Setting* setting = reply->add_settings();
       setting->set_name(value.name);
-      setting->set_value(value.value);
+      // The one setting that a running daemon can change.
+      const bool changed = value.name == "log_level" && value.value != LogLevel();
+      setting->set_value(changed ? LogLevel() : value.value);
       setting->set_default_value(value.default_value);
       setting->set_unit(value.unit);
-      setting->set_source(value.source);
+      setting->set_source(changed ? "runtime" : value.source);
       setting->set_help(value.help);
     }
     return absl::OkStatus();

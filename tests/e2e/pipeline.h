@@ -20,6 +20,8 @@ class Pipeline {
 
   void Send(client::Session& session, const client::GemmSpec& spec) { pending_.push_back(session.GemmAsync(spec)); }
 
+  std::size_t Sent() const { return pending_.size(); }
+
   std::size_t Answered() const {
     std::size_t answered = 0;
     for (const auto& result : pending_) {
