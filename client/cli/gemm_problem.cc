@@ -6,6 +6,7 @@
 #include <random>
 
 #include "absl/strings/str_cat.h"
+#include "client/cli/output.h"
 #include "client/tensor_file.h"
 #include "common/float_codec.h"
 #include "common/status_macros.h"
@@ -20,8 +21,10 @@ void FillRandom(const TensorView& view, std::uint64_t bytes, std::mt19937_64& ra
   std::uniform_real_distribution<float> uniform(-1.0F, 1.0F);
   const float reach = view.dtype == DType::kS8 ? 127.0F : 1.0F;
   const std::size_t step = DTypeBytes(view.dtype);
+  Progress progress("random data", bytes);
   for (std::uint64_t at = 0; at < bytes; at += step) {
     EncodeElement(view.dtype, uniform(random) * reach, view.data + at);
+    if (at % (1U << 20U) == 0) progress.Update(at);
   }
 }
 
@@ -182,11 +185,13 @@ CheckResult CheckGemm(const GemmSpec& spec) {
   const std::int64_t rows = spec.d.shape[rank - 2];
   const std::int64_t cols = spec.d.shape[rank - 1];
   const std::int64_t depth = spec.a.shape.back();
+  Progress progress("check", static_cast<std::uint64_t>(BatchOf(spec.d) * rows));
   for (std::int64_t batch = 0; batch < BatchOf(spec.d); ++batch) {
     const std::vector<double> a = Decode(spec.a, BatchOf(spec.a) == 1 ? 0 : batch);
     const std::vector<double> b = Decode(spec.b, BatchOf(spec.b) == 1 ? 0 : batch);
     const std::vector<double> d = Decode(spec.d, batch);
     for (std::int64_t m = 0; m < rows; ++m) {
+      progress.Update(static_cast<std::uint64_t>(batch * rows + m));
       for (std::int64_t n = 0; n < cols; ++n) {
         double sum = 0;
         double magnitude = 0;
