@@ -1,7 +1,6 @@
 #include "server/exec/bind.h"
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <optional>
 #include <utility>

@@ -3,15 +3,11 @@
 
 #include <sys/types.h>
 
-#include <array>
-#include <atomic>
-#include <cstdint>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
-#include <vector>
 
 #include "absl/status/statusor.h"
 

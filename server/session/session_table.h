@@ -6,7 +6,6 @@
 // Thread-safe. No lock is held while memory is mapped or unmapped.
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
