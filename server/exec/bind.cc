@@ -307,6 +307,12 @@ std::uint64_t BoundGemm::Flops() const {
          static_cast<std::uint64_t>(problem.n) * static_cast<std::uint64_t>(problem.k);
 }
 
+std::uint64_t BoundGemm::ScalarOperations() const {
+  if (problem.k > 0) return Flops() / 2;
+  return static_cast<std::uint64_t>(problem.batch) * static_cast<std::uint64_t>(problem.m) *
+         static_cast<std::uint64_t>(problem.n);  // D is in memory, element by element: it fits
+}
+
 absl::StatusOr<BoundGemm> BindGemm(const GemmCall& call, const BindScope& scope) {
   RETURN_IF_ERROR(CheckPair(call));
   RETURN_IF_ERROR(CheckScaleGiven(call.a.dtype, call.a_scale.has_value(), "op.a_scale"));

@@ -20,7 +20,8 @@ struct BoundGemm {
   std::vector<BufferPin> pins;  // keep every buffer mapped
 
   bool Empty() const { return problem.m == 0 || problem.n == 0 || problem.batch == 0; }
-  std::uint64_t Flops() const;  // 2 * batch * M * N * K; binding has made sure that it fits
+  std::uint64_t Flops() const;             // 2 * batch * M * N * K; binding has made sure that it fits
+  std::uint64_t ScalarOperations() const;  // multiply-adds, or elements of D where K is 0
 };
 
 // Where tensors of a call may live.

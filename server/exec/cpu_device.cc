@@ -26,6 +26,10 @@ std::uint64_t NanosecondsSince(Clock::time_point start) {
   return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count());
 }
 
+// A job of at most this many scalar operations runs where it is enqueued: some 15 us with the slowest variant, less
+// than waking a worker and answering from it costs (docs/decisions/0006-small-work-runs-on-the-caller.md).
+constexpr std::uint64_t kCallerRunsMax = 16 * 1024;
+
 // One parallel loop. Helpers that arrive after the last task was taken leave without touching `body` or `arg`, which
 // belong to the caller's stack; the state itself is shared so that such a late helper finds it alive.
 class ParallelLoop {
@@ -89,7 +93,13 @@ class CpuStream final : public Stream, public std::enable_shared_from_this<CpuSt
   CpuStream(asio::thread_pool& pool, kernels::HostParallel parallel) : pool_(pool), parallel_(parallel) {}
 
   void Enqueue(Job job) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (!scheduled_ && job.scalar_operations <= kCallerRunsMax) {
+      scheduled_ = true;
+      lock.unlock();
+      RunOnCaller(std::move(job));
+      return;
+    }
     queue_.push_back({std::move(job), Clock::now()});
     if (!scheduled_) Schedule();
   }
@@ -112,23 +122,35 @@ class CpuStream final : public Stream, public std::enable_shared_from_this<CpuSt
     std::optional<Queued> next = std::move(queue_.front());
     queue_.pop_front();
     lock.unlock();
-    Run(next->job, next->accepted);
+    Run(next->job, next->accepted, parallel_);
     next.reset();  // release what the callbacks hold before the stream takes its next job
-    lock.lock();
+    EndTurn();
+  }
+
+  // A turn without the way to a worker and back, which costs more than the job itself. It borrows no workers either.
+  void RunOnCaller(std::optional<Job> job) {
+    const std::shared_ptr<CpuStream> self = shared_from_this();  // the callbacks may drop the last other reference
+    Run(*job, Clock::now(), kernels::HostParallel{});
+    job.reset();
+    EndTurn();
+  }
+
+  void EndTurn() {
+    const std::lock_guard<std::mutex> lock(mutex_);
     scheduled_ = false;
     if (!queue_.empty()) Schedule();
   }
 
-  void Run(const Job& job, Clock::time_point accepted) {
+  void Run(const Job& job, Clock::time_point accepted, const kernels::HostParallel& parallel) {
     JobResult result;
     result.queue_ns = NanosecondsSince(accepted);
     result.status = job.admit();
-    if (result.status.ok()) Launch(job, result);
+    if (result.status.ok()) Launch(job, parallel, result);
     job.done(result);
   }
 
-  void Launch(const Job& job, JobResult& result) {
-    kernels::LaunchContext context{.parallel = parallel_};
+  void Launch(const Job& job, const kernels::HostParallel& parallel, JobResult& result) {
+    kernels::LaunchContext context{.parallel = parallel};
     if (job.workspace_bytes > 0) {
       context.workspace.bytes = static_cast<std::size_t>(job.workspace_bytes);
       context.workspace.scratch = arena_.Ensure(context.workspace.bytes);

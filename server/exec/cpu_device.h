@@ -1,5 +1,5 @@
-// The CPU as a device: a fixed pool of threads, over which streams take turns, one job each. Work never runs on RPC
-// threads.
+// The CPU as a device: a fixed pool of threads, over which streams take turns, one job each. A job of some microseconds
+// runs on the thread that enqueues it if its stream is idle; no other work does.
 #pragma once
 
 #include <cstdint>

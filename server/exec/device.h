@@ -19,9 +19,12 @@ struct JobResult {
   std::uint64_t run_ns = 0;    // on the device
 };
 
-// One launch. Callbacks run on device threads, never on the caller's, and must not block.
+// One launch. Callbacks run on device threads or, for a small job, on the thread that enqueues it, before Enqueue
+// returns; they must not block.
 struct Job {
   std::int64_t workspace_bytes = 0;
+  // How much there is to do, in multiply-adds or elements: what a host device goes by to tell a small job.
+  std::uint64_t scalar_operations = 0;
   // Asked once, right before the launch; an error drops the job with that status.
   std::function<absl::Status()> admit;
   std::function<kernels::LaunchError(const kernels::LaunchContext&)> launch;
@@ -29,8 +32,9 @@ struct Job {
   std::function<void(const JobResult&)> done;
 };
 
-// Jobs of one stream run in the order they were enqueued; streams run side by side. Thread-safe. A stream may be
-// dropped while jobs are queued: they still run or are refused by `admit`, and `done` is called.
+// Jobs of one stream run in the order they were enqueued; streams run side by side. Thread-safe; the caller holds no
+// lock that a callback takes. A stream may be dropped while jobs are queued: they still run or are refused by `admit`,
+// and `done` is called.
 class Stream {
  public:
   virtual ~Stream() = default;

@@ -159,6 +159,7 @@ void Executor::Enqueue(std::shared_ptr<Pending> pending) {
       pending->lane != nullptr ? pending->lane->StreamOn(pending->device) : pending->device->OpenStream();
   Job job;
   job.workspace_bytes = pending->plan.workspace_bytes;
+  job.scalar_operations = pending->operation.gemm.ScalarOperations();
   job.admit = [this, pending]() -> absl::Status {
     const Operation& op = pending->operation;
     if (op.session != nullptr && op.session->ended()) {

@@ -42,7 +42,8 @@ struct Operation {
   std::optional<kernels::Backend> backend;  // strict; nullopt = the default
   // Asked right before the launch: CANCELLED or DEADLINE_EXCEEDED drops the operation.
   std::function<absl::Status()> still_wanted;
-  // Called exactly once: on the submitting thread for a refusal, else on a device thread.
+  // Called exactly once: on the submitting thread, before Submit returns, for a refusal or a small operation, else on a
+  // device thread.
   std::function<void(const absl::Status&, const OperationReport&)> done;
 };
 

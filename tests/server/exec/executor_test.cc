@@ -131,6 +131,12 @@ class Product {
   OperationReport report_;
 };
 
+// Enough work that the device takes it to its own threads.
+oracle::GemmCase Queued() {
+  return {.m = 33, .n = 31, .k = 40};
+}
+
+// So little that the device does it on the thread that submits it, if the stream is idle.
 oracle::GemmCase Small() {
   return {.m = 5, .n = 7, .k = 9};
 }
@@ -217,7 +223,7 @@ TEST_F(ExecutorTest, PinsAreGoneBeforeTheAnswer) {
   ASSERT_TRUE(buffer.ok());
   const auto users = [this] { return table_.ListBuffers([](const Peer&) { return true; })[0].users; };
   Gate gate;
-  Product product(Small());
+  Product product(Queued());
   Operation operation = product.Make(session);
   operation.gemm.pins.push_back(*table_.PinBuffer(*session, buffer->id));
   operation.still_wanted = [&gate] { return gate.Pass(); };
@@ -238,7 +244,7 @@ TEST_F(ExecutorTest, QueueOfASessionIsBounded) {
   Start({.queue_max = 10, .queue_per_session_max = 2});
   const std::shared_ptr<Session> session = OpenSession();
   Gate gate;
-  Product running(Small()), waiting(Small()), refused(Small()), others(Small()), later(Small());
+  Product running(Queued()), waiting(Queued()), refused(Queued()), others(Queued()), later(Queued());
   Block(running, gate, session);
   executor_->Submit(waiting.Make(session));
   executor_->Submit(refused.Make(session));
@@ -262,7 +268,7 @@ TEST_F(ExecutorTest, QueueOfASessionIsBounded) {
 TEST_F(ExecutorTest, QueueOfAllIsBounded) {
   Start({.queue_max = 2, .queue_per_session_max = 10});
   Gate gate;
-  Product running(Small()), waiting(Small()), refused(Small()), anonymous(Small());
+  Product running(Queued()), waiting(Queued()), refused(Queued()), anonymous(Queued());
   const std::shared_ptr<Session> session = OpenSession();
   Block(running, gate, session);
   EXPECT_TRUE(Shows("tessera_in_flight 1"));
@@ -283,13 +289,13 @@ TEST_F(ExecutorTest, QueueOfAllIsBounded) {
 TEST_F(ExecutorTest, OneSessionRunsInOrder) {
   const std::shared_ptr<Session> session = OpenSession();
   Gate gate;
-  Product first(Small());
+  Product first(Queued());
   Block(first, gate, session);
   std::mutex mutex;
   std::vector<int> started, finished, expected;
   std::vector<std::unique_ptr<Product>> products;
   for (int i = 0; i < 50; ++i) {
-    products.push_back(std::make_unique<Product>(Small()));
+    products.push_back(std::make_unique<Product>(i % 2 == 0 ? Small() : Queued()));
     Operation operation = products.back()->Make(session);
     operation.still_wanted = [&mutex, &started, i] {
       const std::lock_guard<std::mutex> lock(mutex);
@@ -313,9 +319,57 @@ TEST_F(ExecutorTest, OneSessionRunsInOrder) {
   EXPECT_EQ(finished, expected);
 }
 
+TEST_F(ExecutorTest, SmallOperationsRunOnTheCaller) {
+  for (const bool with_session : {false, true}) {
+    Product product(Small());
+    Operation operation = product.Make(with_session ? OpenSession() : nullptr);
+    std::thread::id ran_on;
+    operation.still_wanted = [&ran_on] {
+      ran_on = std::this_thread::get_id();
+      return absl::OkStatus();
+    };
+    executor_->Submit(std::move(operation));
+    EXPECT_EQ(product.calls(), 1) << "answered before Submit returns";
+    EXPECT_EQ(ran_on, std::this_thread::get_id());
+    EXPECT_TRUE(product.Await().ok());
+    product.ExpectRight();
+  }
+  ExpectQuiet();
+}
+
+TEST_F(ExecutorTest, WorkOfAnEmptyInnerDimensionIsNotSmall) {
+  Product product({.m = 200, .n = 200, .k = 0});
+  Operation operation = product.Make(OpenSession());
+  std::thread::id ran_on;
+  operation.still_wanted = [&ran_on] {
+    ran_on = std::this_thread::get_id();
+    return absl::OkStatus();
+  };
+  executor_->Submit(std::move(operation));
+  EXPECT_TRUE(product.Await().ok());
+  EXPECT_NE(ran_on, std::this_thread::get_id()) << "40,000 elements are written though none is multiplied";
+  product.ExpectRight();
+}
+
+// The stream is taken while its small operation runs: what `done` submits to it waits for its turn.
+TEST_F(ExecutorTest, AnAnswerMaySubmitTheNextOperation) {
+  const std::shared_ptr<Session> session = OpenSession();
+  Product first(Small()), second(Small());
+  Operation operation = first.Make(session);
+  operation.done = [&, done = operation.done](const absl::Status& status, const OperationReport& report) {
+    executor_->Submit(second.Make(session));
+    done(status, report);
+  };
+  executor_->Submit(std::move(operation));
+  EXPECT_TRUE(first.Await().ok());
+  EXPECT_TRUE(second.Await().ok());
+  second.ExpectRight();
+  ExpectQuiet();
+}
+
 TEST_F(ExecutorTest, SessionsRunSideBySide) {
   Gate gate;
-  Product held(Small()), other(Small()), anonymous(Small());
+  Product held(Queued()), other(Queued()), anonymous(Queued());
   const std::shared_ptr<Session> session = OpenSession();
   Block(held, gate, session);
   executor_->Submit(other.Make(OpenSession()));
@@ -333,7 +387,7 @@ TEST_F(ExecutorTest, ALongQueueDoesNotKeepOtherSessionsWaiting) {
   const std::shared_ptr<Session> busy = OpenSession();
   const std::shared_ptr<Session> other = OpenSession();
   Gate gate;
-  Product first(Small());
+  Product first(Queued());
   Block(first, gate, busy);
   std::mutex mutex;
   std::string order;
@@ -348,10 +402,10 @@ TEST_F(ExecutorTest, ALongQueueDoesNotKeepOtherSessionsWaiting) {
   };
   std::vector<std::unique_ptr<Product>> queued;
   for (int i = 0; i < 20; ++i) {
-    queued.push_back(std::make_unique<Product>(Small()));
+    queued.push_back(std::make_unique<Product>(Queued()));
     submit(*queued.back(), busy, 'b');
   }
-  Product single(Small());
+  Product single(Queued());
   submit(single, other, 'o');
   gate.Open();
   EXPECT_TRUE(single.Await().ok());
@@ -363,11 +417,11 @@ TEST_F(ExecutorTest, ALongQueueDoesNotKeepOtherSessionsWaiting) {
 TEST_F(ExecutorTest, EndOfTheSessionDropsItsQueuedWork) {
   const std::shared_ptr<Session> session = OpenSession();
   Gate gate;
-  Product running(Small());
+  Product running(Queued());
   Block(running, gate, session);
   std::vector<std::unique_ptr<Product>> queued;
   for (int i = 0; i < 5; ++i) {
-    queued.push_back(std::make_unique<Product>(Small()));
+    queued.push_back(std::make_unique<Product>(Queued()));
     executor_->Submit(queued.back()->Make(session));
   }
   ASSERT_TRUE(table_.EndSession(session->id(), SessionEnd::kLeaseLost).ok());
@@ -386,7 +440,7 @@ TEST_F(ExecutorTest, EndOfTheSessionDropsItsQueuedWork) {
 TEST_F(ExecutorTest, DeadlineAndCancelAreHonouredBeforeTheLaunch) {
   const std::shared_ptr<Session> session = OpenSession();
   for (const StatusCode code : {StatusCode::kDeadlineExceeded, StatusCode::kCancelled}) {
-    Product dropped(Small()), next(Small());
+    Product dropped(Queued()), next(Queued());
     Operation operation = dropped.Make(session);
     operation.still_wanted = [code] { return absl::Status(code, "not wanted"); };
     executor_->Submit(std::move(operation));
@@ -403,7 +457,7 @@ TEST_F(ExecutorTest, DeadlineAndCancelAreHonouredBeforeTheLaunch) {
 
 TEST_F(ExecutorTest, DrainingRefusesNewWorkAndWaitsForOld) {
   Gate gate;
-  Product running(Small()), refused(Small());
+  Product running(Queued()), refused(Queued());
   const std::shared_ptr<Session> session = OpenSession();
   Block(running, gate, session);
   executor_->StopAccepting();
@@ -420,7 +474,7 @@ TEST_F(ExecutorTest, DrainingRefusesNewWorkAndWaitsForOld) {
 
 TEST_F(ExecutorTest, NamedBackendsAreStrict) {
   for (const kernels::Backend backend : {kernels::Backend::kCuda, kernels::Backend::kVendor}) {
-    Product product(Small());
+    Product product(Queued());
     Operation operation = product.Make(nullptr);
     operation.backend = backend;
     executor_->Submit(std::move(operation));
@@ -429,7 +483,7 @@ TEST_F(ExecutorTest, NamedBackendsAreStrict) {
     EXPECT_THAT(MessageOf(product.Await()), StartsWith("options.backend: "));
     product.ExpectUntouched();
   }
-  Product product(Small());
+  Product product(Queued());
   Operation operation = product.Make(nullptr);
   operation.backend = kernels::Backend::kCpu;
   executor_->Submit(std::move(operation));
