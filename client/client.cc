@@ -25,9 +25,18 @@ absl::StatusOr<Reply> Call(const ClientCore& core, Stub& stub,
 }  // namespace
 
 absl::StatusOr<Client> Client::Connect(ConnectOptions options) {
-  Client client(ClientCore::Make(std::move(options)));
+  ASSIGN_OR_RETURN(std::shared_ptr<ClientCore> core, ClientCore::Make(std::move(options)));
+  Client client(std::move(core));
   const absl::Status status = client.ServerInfo().status();
-  if (status.code() == absl::StatusCode::kUnavailable || status.code() == absl::StatusCode::kDeadlineExceeded) {
+  const bool unreachable =
+      status.code() == absl::StatusCode::kUnavailable || status.code() == absl::StatusCode::kDeadlineExceeded;
+  if (unreachable && client.remote()) {
+    return absl::UnavailableError(
+        absl::StrCat("no daemon answers at ", client.core_->options.address,
+                     "; it must be started with --tcp-address, and both ends with matching TLS files or both without (",
+                     status.message(), ")"));
+  }
+  if (unreachable) {
     return absl::UnavailableError(absl::StrCat("no daemon answers at ", client.socket(),
                                                "; start tesserad, or name its socket with --socket or TESSERA_SOCKET (",
                                                status.message(), ")"));
@@ -42,6 +51,10 @@ Client& Client::operator=(Client&&) noexcept = default;
 Client::~Client() = default;
 
 absl::StatusOr<Session> Client::OpenSession(std::string_view label) {
+  if (remote()) {
+    return absl::FailedPreconditionError(
+        "sessions need the daemon's Unix socket; over TCP use inline tensors (Client::Gemm)");
+  }
   ASSIGN_OR_RETURN(std::shared_ptr<SessionCore> core, SessionCore::Open(core_, label));
   return Session(std::move(core));
 }
@@ -77,6 +90,9 @@ std::shared_ptr<grpc::Channel> Client::channel() const {
 }
 const std::string& Client::socket() const {
   return core_->options.socket;
+}
+bool Client::remote() const {
+  return !core_->options.address.empty();
 }
 
 }  // namespace tessera::client

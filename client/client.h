@@ -35,10 +35,21 @@ class Channel;
 
 namespace tessera::client {
 
+// Who the daemon and this client are to each other over TCP. All PEM files.
+struct TlsOptions {
+  std::string ca;           // authorities that the daemon's certificate must come from
+  std::string certificate;  // this client's: its subject is who the daemon takes it for
+  std::string key;
+  std::string server_name;  // in the daemon's certificate; empty = the host of the address
+};
+
 struct ConnectOptions {
-  std::string socket;                                           // empty = the node's default (see DefaultSocketPath)
-  std::string side_channel;                                     // empty = beside the socket
+  std::string socket = {};                                      // empty = the node's default (see DefaultSocketPath)
+  std::string side_channel = {};                                // empty = beside the socket
   std::chrono::milliseconds timeout = std::chrono::seconds(5);  // for connecting and for calls that do not compute
+  // "host:port" of a daemon's tcp_address, instead of a socket: no sessions and buffers then, only inline tensors.
+  std::string address = {};
+  std::optional<TlsOptions> tls = {};  // nullopt: plain TCP, which daemons offer on loopback only
 };
 
 // Multiplier on an operand: one number, or a float32 tensor ([1], [M] for A, [N] for B).
@@ -107,7 +118,7 @@ class Session {
   // A memfd of this process, sealed with F_SEAL_SHRINK; `memfd` stays the caller's. bytes 0 = to its end.
   absl::StatusOr<Buffer> Import(int memfd, std::uint64_t byte_offset = 0, std::uint64_t bytes = 0);
 
-  // Returns when d is written.
+  // Returns when d is written. Tensors may be of buffers or inline.
   absl::StatusOr<GemmResult> Gemm(const GemmSpec& spec);
   // `done` runs on a library thread, exactly once, and must not block. The views' buffers must live until then. Calls
   // that are on the way together may arrive in any order: wait for a result before sending what reads it.
@@ -137,6 +148,10 @@ class Client {
 
   absl::StatusOr<Session> OpenSession(std::string_view label = {});
 
+  // Calls without a session, on inline tensors.
+  absl::StatusOr<GemmResult> Gemm(const GemmSpec& spec);
+  std::future<absl::StatusOr<GemmResult>> GemmAsync(const GemmSpec& spec);
+
   absl::StatusOr<v1::ServerInfoReply> ServerInfo() const;
   absl::StatusOr<v1::ListBuffersReply> ListBuffers(bool all_principals = false) const;
   // Administrators only.
@@ -147,6 +162,7 @@ class Client {
   // For calls that this class does not wrap.
   std::shared_ptr<grpc::Channel> channel() const;
   const std::string& socket() const;
+  bool remote() const;  // over TCP
 
  private:
   explicit Client(std::shared_ptr<ClientCore> core);

@@ -3,9 +3,12 @@
 #include <sys/socket.h>
 #include <sys/time.h>
 
+#include <fstream>
+#include <sstream>
 #include <thread>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "common/fd_message.h"
 #include "common/paths.h"
 #include "common/status_macros.h"
@@ -22,12 +25,34 @@ ConnectOptions WithDefaults(ConnectOptions options) {
   return options;
 }
 
-std::shared_ptr<grpc::Channel> MakeChannel(const ConnectOptions& options) {
+absl::StatusOr<std::string> ReadPem(const char* what, const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::ostringstream text;
+  if (!path.empty() && file && text << file.rdbuf()) return text.str();
+  return absl::InvalidArgumentError(
+      absl::StrCat("TLS: cannot read the ", what, " file ", path.empty() ? "(none named)" : path));
+}
+
+// Sets the name to expect in the daemon's certificate, too.
+absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> MakeCredentials(const ConnectOptions& options,
+                                                                          grpc::ChannelArguments& arguments) {
+  if (options.address.empty() || !options.tls.has_value()) return grpc::InsecureChannelCredentials();
+  grpc::SslCredentialsOptions ssl;
+  ASSIGN_OR_RETURN(ssl.pem_root_certs, ReadPem("CA", options.tls->ca));
+  ASSIGN_OR_RETURN(ssl.pem_cert_chain, ReadPem("certificate", options.tls->certificate));
+  ASSIGN_OR_RETURN(ssl.pem_private_key, ReadPem("key", options.tls->key));
+  if (!options.tls->server_name.empty()) arguments.SetSslTargetNameOverride(options.tls->server_name);
+  return grpc::SslCredentials(ssl);
+}
+
+absl::StatusOr<std::shared_ptr<grpc::Channel>> MakeChannel(const ConnectOptions& options) {
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(-1);  // the daemon bounds its messages
   // Clients of one process do not share a connection: each has its own flow control and its own end.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-  return grpc::CreateCustomChannel("unix:" + options.socket, grpc::InsecureChannelCredentials(), arguments);
+  ASSIGN_OR_RETURN(const auto credentials, MakeCredentials(options, arguments));
+  const std::string target = options.address.empty() ? "unix:" + options.socket : options.address;
+  return grpc::CreateCustomChannel(target, credentials, arguments);
 }
 
 thread_local bool on_callback_thread = false;
@@ -47,8 +72,10 @@ void EnteredCallbackThread() {
   on_callback_thread = true;  // for good: gRPC's callback threads do nothing else
 }
 
-std::shared_ptr<ClientCore> ClientCore::Make(ConnectOptions connect_options) {
-  return {new ClientCore(std::move(connect_options)), &Destroy};
+absl::StatusOr<std::shared_ptr<ClientCore>> ClientCore::Make(ConnectOptions connect_options) {
+  ConnectOptions with_defaults = WithDefaults(std::move(connect_options));
+  ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> to_daemon, MakeChannel(with_defaults));
+  return std::shared_ptr<ClientCore>(new ClientCore(std::move(with_defaults), std::move(to_daemon)), &Destroy);
 }
 
 absl::Status FromGrpc(const grpc::Status& status) {
@@ -56,9 +83,9 @@ absl::Status FromGrpc(const grpc::Status& status) {
   return absl::Status(static_cast<absl::StatusCode>(status.error_code()), status.error_message());
 }
 
-ClientCore::ClientCore(ConnectOptions connect_options)
-    : options(WithDefaults(std::move(connect_options))),
-      channel(MakeChannel(options)),
+ClientCore::ClientCore(ConnectOptions connect_options, std::shared_ptr<grpc::Channel> to_daemon)
+    : options(std::move(connect_options)),
+      channel(std::move(to_daemon)),
       admin(v1::Admin::NewStub(channel)),
       memory(v1::Memory::NewStub(channel)),
       compute(v1::Compute::NewStub(channel)) {}

@@ -28,7 +28,8 @@ void EnteredCallbackThread();
 
 class ClientCore {
  public:
-  static std::shared_ptr<ClientCore> Make(ConnectOptions connect_options);
+  // INVALID_ARGUMENT if a TLS file cannot be read. Does not connect yet.
+  static absl::StatusOr<std::shared_ptr<ClientCore>> Make(ConnectOptions connect_options);
 
   // A context that gives up after the client's timeout.
   void Prepare(grpc::ClientContext& context) const;
@@ -40,7 +41,7 @@ class ClientCore {
   const std::unique_ptr<v1::Compute::Stub> compute;
 
  private:
-  explicit ClientCore(ConnectOptions connect_options);
+  ClientCore(ConnectOptions connect_options, std::shared_ptr<grpc::Channel> to_daemon);
 };
 
 // The client's end of the side channel; one request at a time.

@@ -15,8 +15,6 @@
 namespace tessera::client {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 // A shared mapping of part of a memfd; offsets need not be page-aligned.
 class Mapping {
  public:
@@ -64,50 +62,6 @@ absl::StatusOr<Mapping> MapAllocated(SessionCore& session, const std::string& bu
   if (!fetched.fd) return absl::InternalError("side channel: the daemon sent no descriptor");
   const auto& passed = fetched.message.descriptor_passed();
   return Mapping::Map(fetched.fd.get(), passed.byte_offset(), passed.bytes());
-}
-
-void Encode(const TensorView& view, v1::Tensor& tensor) {
-  tensor.set_buffer_id(view.buffer_id);
-  tensor.set_byte_offset(view.byte_offset);
-  tensor.set_dtype(static_cast<v1::DType>(view.dtype));
-  for (const std::int64_t extent : view.shape) tensor.add_shape(extent);
-  for (const std::int64_t stride : view.strides) tensor.add_strides(stride);
-}
-
-void Encode(const Scale& scale, v1::Scale& message) {
-  if (const float* scalar = std::get_if<float>(&scale)) {
-    message.set_scalar(*scalar);
-  } else {
-    Encode(std::get<TensorView>(scale), *message.mutable_vector());
-  }
-}
-
-void Encode(const GemmSpec& spec, v1::GemmRequest& request) {
-  v1::GemmOp& op = *request.mutable_op();
-  Encode(spec.a, *op.mutable_a());
-  Encode(spec.b, *op.mutable_b());
-  Encode(spec.d, *op.mutable_d());
-  if (spec.a_scale.has_value()) Encode(*spec.a_scale, *op.mutable_a_scale());
-  if (spec.b_scale.has_value()) Encode(*spec.b_scale, *op.mutable_b_scale());
-  if (spec.bias.has_value()) Encode(*spec.bias, *op.mutable_epilogue()->mutable_bias());
-  op.set_accumulation(spec.accumulation);
-  request.mutable_options()->set_backend(spec.backend);
-  request.mutable_options()->set_profile(spec.profile);
-}
-
-// All that one asynchronous call needs until its answer.
-struct PendingGemm {
-  std::shared_ptr<SessionCore> session;
-  grpc::ClientContext context;
-  v1::GemmRequest request;
-  v1::GemmReply reply;
-  Clock::time_point start;
-};
-
-absl::StatusOr<GemmResult> ResultOf(const grpc::Status& status, v1::GemmReply& reply, Clock::time_point start) {
-  const Clock::duration round_trip = Clock::now() - start;
-  RETURN_IF_ERROR(FromGrpc(status));
-  return GemmResult{.report = std::move(*reply.mutable_report()), .round_trip = round_trip};
 }
 
 }  // namespace
@@ -218,35 +172,6 @@ absl::StatusOr<Buffer> Session::Import(int memfd, std::uint64_t byte_offset, std
   }
   return Buffer(std::make_unique<Buffer::State>(Buffer::State{
       .session = core_, .id = reply.buffer_id(), .bytes = reply.bytes(), .mapping = *std::move(mapping)}));
-}
-
-absl::StatusOr<GemmResult> Session::Gemm(const GemmSpec& spec) {
-  v1::GemmRequest request;
-  Encode(spec, request);
-  grpc::ClientContext context;
-  core_->Prepare(context, spec.timeout);
-  v1::GemmReply reply;
-  const Clock::time_point start = Clock::now();
-  return ResultOf(core_->client->compute->Gemm(&context, request, &reply), reply, start);
-}
-
-void Session::GemmAsync(const GemmSpec& spec, std::function<void(absl::StatusOr<GemmResult>)> done) {
-  auto pending = std::make_shared<PendingGemm>();
-  pending->session = core_;
-  Encode(spec, pending->request);
-  core_->Prepare(pending->context, spec.timeout);
-  pending->start = Clock::now();
-  core_->client->compute->async()->Gemm(&pending->context, &pending->request, &pending->reply,
-                                        [pending, done = std::move(done)](const grpc::Status& status) {
-                                          EnteredCallbackThread();
-                                          done(ResultOf(status, pending->reply, pending->start));
-                                        });
-}
-
-std::future<absl::StatusOr<GemmResult>> Session::GemmAsync(const GemmSpec& spec) {
-  auto promise = std::make_shared<std::promise<absl::StatusOr<GemmResult>>>();
-  GemmAsync(spec, [promise](absl::StatusOr<GemmResult> result) { promise->set_value(std::move(result)); });
-  return promise->get_future();
 }
 
 absl::Status Session::Close() {

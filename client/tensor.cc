@@ -1,10 +1,33 @@
 #include "client/tensor.h"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+
 namespace tessera::client {
+namespace {
+
+// Calls visit(offset in bytes) for each element in row-major order.
+template <typename Visit>
+void ForEachElement(const TensorView& view, Visit visit) {
+  const auto step = static_cast<std::int64_t>(DTypeBytes(view.dtype));
+  std::vector<std::int64_t> index(view.shape.size(), 0);
+  std::int64_t offset = 0;
+  for (std::int64_t left = view.elements(); left > 0; --left) {
+    visit(offset * step);
+    for (std::size_t dim = index.size(); dim-- > 0;) {
+      offset += view.strides[dim];
+      if (++index[dim] < view.shape[dim]) break;
+      offset -= index[dim] * view.strides[dim];
+      index[dim] = 0;
+    }
+  }
+}
+
+}  // namespace
 
 std::int64_t TensorView::elements() const {
   std::int64_t count = 1;
@@ -32,6 +55,48 @@ TensorView TensorView::Slice(std::size_t dim, std::int64_t begin, std::int64_t e
   view.byte_offset += static_cast<std::uint64_t>(bytes);
   view.data += bytes;
   return view;
+}
+
+TensorView InlineTensor(std::byte* data, DType dtype, std::vector<std::int64_t> shape,
+                        std::vector<std::int64_t> strides) {
+  if (strides.empty()) strides = PackedStrides(shape);
+  return {.buffer_id = {},
+          .data = data,
+          .byte_offset = 0,
+          .dtype = dtype,
+          .shape = std::move(shape),
+          .strides = std::move(strides)};
+}
+
+std::string PackTensor(const TensorView& view) {
+  const std::size_t step = DTypeBytes(view.dtype);
+  std::string packed(static_cast<std::size_t>(view.elements()) * step, '\0');
+  if (packed.empty()) return packed;
+  if (view.strides == PackedStrides(view.shape)) {
+    std::memcpy(packed.data(), view.data, packed.size());
+    return packed;
+  }
+  char* to = packed.data();
+  ForEachElement(view, [&](std::int64_t offset) {
+    std::memcpy(to, view.data + offset, step);
+    to += step;
+  });
+  return packed;
+}
+
+absl::Status UnpackTensor(std::string_view packed, const TensorView& view) {
+  const std::size_t step = DTypeBytes(view.dtype);
+  const std::size_t bytes = static_cast<std::size_t>(view.elements()) * step;
+  if (packed.size() != bytes) {
+    return absl::InternalError(
+        absl::StrCat("the reply carries ", packed.size(), " bytes for a tensor of ", bytes, " bytes"));
+  }
+  const char* from = packed.data();
+  ForEachElement(view, [&](std::int64_t offset) {
+    std::memcpy(view.data + offset, from, step);
+    from += step;
+  });
+  return absl::OkStatus();
 }
 
 std::vector<std::int64_t> PackedStrides(const std::vector<std::int64_t>& shape) {

@@ -1,9 +1,6 @@
 #include "server/daemon.h"
 
-#include <grpcpp/ext/proto_server_reflection_plugin.h>
-#include <grpcpp/grpcpp.h>
-#include <grpcpp/health_check_service_interface.h>
-#include <grpcpp/server_posix.h>
+#include <netinet/tcp.h>
 #include <spdlog/spdlog.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -31,9 +28,12 @@
 #include "server/rpc/compute_service.h"
 #include "server/rpc/memory_service.h"
 #include "server/rpc/rpc.h"
+#include "server/rpc/rpc_server.h"
+#include "server/rpc/tls.h"
 #include "server/session/acceptor.h"
 #include "server/session/session_table.h"
 #include "server/session/side_channel.h"
+#include "server/session/tcp_listener.h"
 #include "server/session/unix_listener.h"
 #include "server/telemetry/http_server.h"
 #include "server/telemetry/metrics.h"
@@ -44,8 +44,6 @@ namespace {
 namespace asio = boost::asio;
 using namespace std::chrono_literals;
 
-constexpr const char* kServices[] = {"tessera.v1.Compute", "tessera.v1.Memory", "tessera.v1.Admin"};
-
 std::uint64_t HalfOfMemory() {
   const long pages = ::sysconf(_SC_PHYS_PAGES);
   const long page_bytes = ::sysconf(_SC_PAGESIZE);
@@ -54,13 +52,32 @@ std::uint64_t HalfOfMemory() {
 
 SessionLimits LimitsOf(const Settings& settings) {
   SessionLimits limits{.sessions_max = static_cast<std::uint64_t>(settings.sessions_max),
+                       .sessions_per_principal_max = static_cast<std::uint64_t>(settings.sessions_per_principal_max),
                        .leases_max = static_cast<std::uint64_t>(settings.side_connections_max),
+                       .leases_per_principal_max = static_cast<std::uint64_t>(settings.connections_per_principal_max),
                        .buffers_per_session_max = static_cast<std::uint64_t>(settings.buffers_per_session_max),
                        .buffer_bytes_max = static_cast<std::uint64_t>(settings.buffer_bytes_max),
                        .session_buffer_bytes_max = static_cast<std::uint64_t>(settings.session_buffer_bytes_max)};
   if (limits.buffer_bytes_max == 0) limits.buffer_bytes_max = HalfOfMemory();
   if (limits.session_buffer_bytes_max == 0) limits.session_buffer_bytes_max = limits.buffer_bytes_max;
   return limits;
+}
+
+ConnectionLimits ConnectionLimitsOf(const Settings& settings) {
+  return {.connections_max = static_cast<std::size_t>(settings.connections_max),
+          .connections_per_principal_max = static_cast<std::size_t>(settings.connections_per_principal_max)};
+}
+
+// Small answers go out at once, and a peer that is gone without a word is noticed within minutes.
+void SetTcpOptions(int fd) {
+  const auto set = [fd](int level, int option, int value) {
+    if (::setsockopt(fd, level, option, &value, sizeof(value)) != 0) spdlog::debug("TCP option {} not set", option);
+  };
+  set(IPPROTO_TCP, TCP_NODELAY, 1);
+  set(SOL_SOCKET, SO_KEEPALIVE, 1);
+  set(IPPROTO_TCP, TCP_KEEPIDLE, 60);
+  set(IPPROTO_TCP, TCP_KEEPINTVL, 20);
+  set(IPPROTO_TCP, TCP_KEEPCNT, 3);
 }
 
 MetricsOptions MetricsOptionsOf() {
@@ -99,6 +116,7 @@ class Daemon::Parts {
       : settings_(loaded.values),
         setting_report_(loaded.report),
         metrics_(MetricsOptionsOf()),
+        peers_(ConnectionLimitsOf(settings_), metrics_),
         executor_(OpenDevices(settings_), PreferredBackend(settings_),
                   {.queue_max = settings_.queue_max, .queue_per_session_max = settings_.queue_per_session_max},
                   metrics_),
@@ -122,19 +140,15 @@ class Daemon::Parts {
     rpc_listener_.emplace(std::move(rpc_listener));
     ASSIGN_OR_RETURN(UnixListener side_listener, UnixListener::Open(SideChannelPath(socket_path_), SOCK_SEQPACKET));
     side_listener_.emplace(std::move(side_listener));
+    if (!settings_.tcp_address.empty()) RETURN_IF_ERROR(OpenTcp());
     if (!settings_.http_address.empty()) RETURN_IF_ERROR(StartHttp());
-    RETURN_IF_ERROR(StartGrpc());
-
-    rpc_acceptor_ = std::make_unique<Acceptor>(
-        io_, *rpc_listener_, [this](UniqueFd fd, const Peer& peer) { AdoptRpcConnection(std::move(fd), peer); });
-    side_acceptor_ = std::make_unique<Acceptor>(io_, *side_listener_, [this](UniqueFd fd, const Peer& peer) {
-      ServeSideConnection(io_, std::move(fd), peer, sessions_, metrics_);
-    });
+    RETURN_IF_ERROR(StartRpcServer());
+    StartAccepting();
     io_thread_ = std::thread([this] { io_.run(); });
     SetServing(true);
-    spdlog::info("tesserad {} serves at {} (side channel {}, http {}), backend {}", Version(), socket_path_,
-                 side_listener_->path(), http_ == nullptr ? "off" : http_->address(),
-                 kernels::BackendName(executor_.default_backend()));
+    spdlog::info("tesserad {} serves at {} (side channel {}, tcp {}, http {}), backend {}", Version(), socket_path_,
+                 side_listener_->path(), tcp_listener_.has_value() ? tcp_address() : "off",
+                 http_ == nullptr ? "off" : http_->address(), kernels::BackendName(executor_.default_backend()));
     return absl::OkStatus();
   }
 
@@ -168,11 +182,30 @@ class Daemon::Parts {
 
   const std::string& socket() const { return socket_path_; }
   std::string http_address() const { return http_ == nullptr ? "" : http_->address(); }
+  std::string tcp_address() const { return tcp_listener_.has_value() ? tcp_listener_->address() : ""; }
 
  private:
+  absl::Status OpenTcp() {
+    if (settings_.tcp_plaintext) {
+      spdlog::warn("tcp_plaintext: callers over TCP are anonymous, and any process of this machine may be one");
+    } else {
+      ASSIGN_OR_RETURN(tls_credentials_, MakeTlsCredentials({.certificate = settings_.tls_certificate,
+                                                             .key = settings_.tls_key,
+                                                             .client_ca = settings_.tls_client_ca}));
+    }
+    ASSIGN_OR_RETURN(const HostPort address, ParseHostPort(settings_.tcp_address));
+    ASSIGN_OR_RETURN(TcpListener listener, TcpListener::Open(address.host, address.port));
+    tcp_listener_.emplace(std::move(listener));
+    return absl::OkStatus();
+  }
+
   absl::Status StartHttp() {
     ASSIGN_OR_RETURN(http_, HttpServer::Start({.address = settings_.http_address,
-                                               .metrics = [this] { return metrics_.Serialize(); },
+                                               .metrics =
+                                                   [this] {
+                                                     metrics_.SetRpcConnections(peers_.CountOpen());
+                                                     return metrics_.Serialize();
+                                                   },
                                                .alive = [] { return true; },
                                                .not_ready_reason = [this]() -> std::string {
                                                  if (draining_.load()) return "draining";
@@ -181,54 +214,49 @@ class Daemon::Parts {
     return absl::OkStatus();
   }
 
-  absl::Status StartGrpc() {
+  absl::Status StartRpcServer() {
     admin_.emplace(scope_, executor_,
                    AdminScope{.socket = socket_path_,
                               .side_channel = side_listener_->path(),
                               .http_address = http_address(),
+                              .tcp_address = tcp_address(),
                               .setting_report = setting_report_,
                               .draining = [this] { return draining_.load(); },
                               .drain = [this] { RequestDrain(); }});
-    grpc::EnableDefaultHealthCheckService(true);
-    grpc::reflection::InitProtoReflectionServerBuilderPlugin();
-    grpc::ServerBuilder builder;
-    builder.SetMaxReceiveMessageSize(static_cast<int>(settings_.message_bytes_max));
-    builder.SetMaxSendMessageSize(static_cast<int>(settings_.message_bytes_max));
-    // A client may keep its connection alive during a long call; gRPC's default would answer with GOAWAY.
-    builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 5000);
-    builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
-    builder.RegisterService(&compute_);
-    builder.RegisterService(&memory_);
-    builder.RegisterService(&*admin_);
-    grpc_server_ = builder.BuildAndStart();
-    if (grpc_server_ == nullptr) return absl::InternalError("the gRPC server did not start");
+    ASSIGN_OR_RETURN(rpc_server_, RpcServer::Start({.services = {&compute_, &memory_, &*admin_},
+                                                    .message_bytes_max = settings_.message_bytes_max,
+                                                    .calls_per_connection_max = settings_.calls_per_connection_max,
+                                                    .tls = tls_credentials_},
+                                                   peers_));
     return absl::OkStatus();
   }
 
-  void AdoptRpcConnection(UniqueFd fd, const Peer& peer) {
-    auto number = peers_.Adopt(fd.get(), peer);
-    if (!number.ok()) {
-      spdlog::error("connection of {} refused: {}", peer.Principal(), MessageOf(number.status()));
-      return;
-    }
-    grpc::AddInsecureChannelFromFd(grpc_server_.get(), *number);  // owns the number from here on
+  void StartAccepting() {
+    rpc_acceptor_ = std::make_unique<Acceptor>(
+        io_, rpc_listener_->fd(), [this](UniqueFd connection) { rpc_server_->ServeLocal(std::move(connection)); });
+    side_acceptor_ = std::make_unique<Acceptor>(io_, side_listener_->fd(), [this](UniqueFd connection) {
+      const absl::StatusOr<Peer> peer = PeerOfSocket(connection.get());
+      if (!peer.ok()) return spdlog::warn("side connection refused: {}", MessageOf(peer.status()));
+      ServeSideConnection(io_, std::move(connection), *peer, sessions_, metrics_);
+    });
+    if (!tcp_listener_.has_value()) return;
+    tcp_acceptor_ = std::make_unique<Acceptor>(io_, tcp_listener_->fd(), [this](UniqueFd connection) {
+      SetTcpOptions(connection.get());
+      if (settings_.tcp_plaintext) return rpc_server_->ServeAnonymous(std::move(connection));
+      rpc_server_->ServeTls(std::move(connection));
+    });
   }
 
   void SetServing(bool serving) {
     serving_.store(serving);
     metrics_.SetReady(serving);
-    grpc::HealthCheckServiceInterface* health = grpc_server_->GetHealthCheckService();
-    for (const char* service : kServices) health->SetServingStatus(service, serving);
-    health->SetServingStatus(serving);
+    rpc_server_->SetServing(serving);
   }
 
   void Stop() {
     io_.stop();
     if (io_thread_.joinable()) io_thread_.join();
-    if (grpc_server_ != nullptr) {
-      grpc_server_->Shutdown(std::chrono::system_clock::now() + 1s);
-      grpc_server_->Wait();
-    }
+    rpc_server_.reset();
     sessions_.EndAllSessions(SessionEnd::kDrained);
   }
 
@@ -252,11 +280,14 @@ class Daemon::Parts {
   std::string socket_path_;
   std::optional<UnixListener> rpc_listener_;
   std::optional<UnixListener> side_listener_;
-  std::unique_ptr<grpc::Server> grpc_server_;
+  std::optional<TcpListener> tcp_listener_;
+  std::shared_ptr<grpc::ServerCredentials> tls_credentials_;  // null: no TLS
+  std::unique_ptr<RpcServer> rpc_server_;
   std::unique_ptr<HttpServer> http_;
   asio::io_context io_{1};
   std::unique_ptr<Acceptor> rpc_acceptor_;
   std::unique_ptr<Acceptor> side_acceptor_;
+  std::unique_ptr<Acceptor> tcp_acceptor_;
   std::thread io_thread_;
 };
 
@@ -283,6 +314,9 @@ const std::string& Daemon::socket() const {
 }
 std::string Daemon::http_address() const {
   return parts_->http_address();
+}
+std::string Daemon::tcp_address() const {
+  return parts_->tcp_address();
 }
 
 }  // namespace tessera::server

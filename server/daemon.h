@@ -33,6 +33,7 @@ class Daemon {
 
   const std::string& socket() const;
   std::string http_address() const;  // with the real port; empty if off
+  std::string tcp_address() const;   // likewise
 
  private:
   class Parts;

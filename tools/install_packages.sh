@@ -13,8 +13,8 @@ case "${1:-}" in
 esac
 
 packages=(
-  g++ cmake ninja-build python3 ca-certificates
-  libgrpc++-dev libprotobuf-dev protobuf-compiler protobuf-compiler-grpc libabsl-dev
+  g++ cmake ninja-build python3 ca-certificates openssl
+  libgrpc++-dev libprotobuf-dev protobuf-compiler protobuf-compiler-grpc libabsl-dev libssl-dev
   libboost-dev prometheus-cpp-dev libspdlog-dev libyaml-cpp-dev libcli11-dev nlohmann-json3-dev
   libgtest-dev libgmock-dev libbenchmark-dev
   clang-format-16

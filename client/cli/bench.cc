@@ -133,16 +133,14 @@ absl::StatusOr<std::pair<Side, Side>> MakeSides(Client& client, const std::strin
   for (int i = 0; i < clients; ++i) {
     ASSIGN_OR_RETURN(Session session, client.OpenSession("bench"));
     ASSIGN_OR_RETURN(Buffer buffer, session.Allocate(4096));
-    Caller caller{.core = ClientCore::Make(ConnectOptions{.socket = client.socket(), .side_channel = {}}),
-                  .request = {},
-                  .token = session.token()};
+    ASSIGN_OR_RETURN(std::shared_ptr<ClientCore> to_daemon, ClientCore::Make({.socket = client.socket()}));
+    ASSIGN_OR_RETURN(std::shared_ptr<ClientCore> to_echo, ClientCore::Make({.socket = echo_socket}));
+    Caller caller{.core = std::move(to_daemon), .request = {}, .token = session.token()};
     SetTensor(buffer.id(), 0, *caller.request.mutable_op()->mutable_a());
     SetTensor(buffer.id(), 1024, *caller.request.mutable_op()->mutable_b());
     SetTensor(buffer.id(), 2048, *caller.request.mutable_op()->mutable_d());
     caller.request.mutable_options()->set_backend(v1::BACKEND_CPU);
-    echo.callers.push_back({.core = ClientCore::Make(ConnectOptions{.socket = echo_socket, .side_channel = {}}),
-                            .request = caller.request,
-                            .token = caller.token});
+    echo.callers.push_back({.core = std::move(to_echo), .request = caller.request, .token = caller.token});
     daemon.callers.push_back(std::move(caller));
     daemon.sessions.push_back(std::move(session));
     daemon.buffers.push_back(std::move(buffer));

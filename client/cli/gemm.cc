@@ -22,7 +22,6 @@ struct Outcome {
   std::vector<double> run_us;         // sorted
   std::optional<CheckResult> check;
   GemmSpec spec;
-  std::vector<Buffer> buffers;  // of spec
 };
 
 double Median(const std::vector<double>& sorted) {
@@ -39,16 +38,21 @@ v1::Backend BackendOf(const std::string& name) {
 
 absl::StatusOr<Outcome> RunGemm(const GlobalOptions& options, const GemmArguments& arguments) {
   ASSIGN_OR_RETURN(Client client, Connect(options));
-  ASSIGN_OR_RETURN(Session session, client.OpenSession("tessera gemm"));
-  ASSIGN_OR_RETURN(GemmProblem problem, MakeGemmProblem(session, arguments));
-  problem.spec.accumulation = arguments.accumulation == "exact" ? v1::ACCUMULATION_EXACT : v1::ACCUMULATION_FAST;
-  problem.spec.backend = BackendOf(arguments.backend);
-  problem.spec.profile = true;
+  std::optional<Session> session;
+  if (!client.remote()) {
+    ASSIGN_OR_RETURN(session, client.OpenSession("tessera gemm"));
+  }
+  OperandMemory memory(session.has_value() ? &*session : nullptr);
+  ASSIGN_OR_RETURN(GemmSpec spec, MakeGemmProblem(memory, arguments));
+  spec.accumulation = arguments.accumulation == "exact" ? v1::ACCUMULATION_EXACT : v1::ACCUMULATION_FAST;
+  spec.backend = BackendOf(arguments.backend);
+  spec.profile = true;
 
   Outcome outcome;
   Progress progress("gemm", static_cast<std::uint64_t>(arguments.repeat));
   for (std::int64_t i = 0; i < arguments.repeat; ++i) {
-    std::future<absl::StatusOr<GemmResult>> pending = session.GemmAsync(problem.spec);
+    std::future<absl::StatusOr<GemmResult>> pending =
+        session.has_value() ? session->GemmAsync(spec) : client.GemmAsync(spec);
     while (pending.wait_for(std::chrono::milliseconds(100)) != std::future_status::ready) {
       progress.Update(static_cast<std::uint64_t>(i));
     }
@@ -60,14 +64,13 @@ absl::StatusOr<Outcome> RunGemm(const GlobalOptions& options, const GemmArgument
   }
   std::sort(outcome.round_trip_us.begin(), outcome.round_trip_us.end());
   std::sort(outcome.run_us.begin(), outcome.run_us.end());
-  if (arguments.check) outcome.check = CheckGemm(problem.spec);
+  if (arguments.check) outcome.check = CheckGemm(spec);
   if (!arguments.save.empty()) {
-    const std::vector<std::byte> data = PackedOutput(problem.spec.d);
-    RETURN_IF_ERROR(WriteTensorFile(
-        arguments.save, {.name = "d", .dtype = problem.spec.d.dtype, .shape = problem.spec.d.shape, .data = data}));
+    const std::vector<std::byte> data = PackedOutput(spec.d);
+    RETURN_IF_ERROR(
+        WriteTensorFile(arguments.save, {.name = "d", .dtype = spec.d.dtype, .shape = spec.d.shape, .data = data}));
   }
-  outcome.spec = problem.spec;
-  outcome.buffers = std::move(problem.buffers);
+  outcome.spec = std::move(spec);  // for its shapes; the memory goes now
   return outcome;
 }
 

@@ -29,45 +29,38 @@ void FillRandom(const TensorView& view, std::uint64_t bytes, std::mt19937_64& ra
 }
 
 // A matrix [.., rows, cols] stored so that `row_major`, or its transpose, is packed.
-absl::StatusOr<TensorView> AddMatrix(Session& session, DType dtype, const Shape& batch, std::int64_t rows,
-                                     std::int64_t cols, bool row_major, std::vector<Buffer>& buffers) {
+absl::StatusOr<TensorView> AddMatrix(OperandMemory& memory, DType dtype, const Shape& batch, std::int64_t rows,
+                                     std::int64_t cols, bool row_major) {
   Shape stored = batch;
   stored.insert(stored.end(), {row_major ? rows : cols, row_major ? cols : rows});
-  ASSIGN_OR_RETURN(Buffer buffer, session.Allocate(std::max<std::uint64_t>(1, PackedBytes(dtype, stored))));
-  const TensorView view = buffer.Tensor(dtype, stored);
-  buffers.push_back(std::move(buffer));
+  ASSIGN_OR_RETURN(TensorView view, memory.Allocate(PackedBytes(dtype, stored), dtype, stored));
   return row_major ? view : view.Transposed();
 }
 
-absl::StatusOr<TensorView> AddRandom(Session& session, DType dtype, const Shape& batch, std::int64_t rows,
-                                     std::int64_t cols, bool row_major, std::mt19937_64& random,
-                                     std::vector<Buffer>& buffers) {
-  ASSIGN_OR_RETURN(const TensorView view, AddMatrix(session, dtype, batch, rows, cols, row_major, buffers));
+absl::StatusOr<TensorView> AddRandom(OperandMemory& memory, DType dtype, const Shape& batch, std::int64_t rows,
+                                     std::int64_t cols, bool row_major, std::mt19937_64& random) {
+  ASSIGN_OR_RETURN(const TensorView view, AddMatrix(memory, dtype, batch, rows, cols, row_major));
   FillRandom(view, PackedBytes(dtype, view.shape), random);
   return view;
 }
 
-absl::StatusOr<TensorView> AddVector(Session& session, std::int64_t extent, float lo, float hi, std::mt19937_64& random,
-                                     std::vector<Buffer>& buffers) {
-  ASSIGN_OR_RETURN(Buffer buffer, session.Allocate(std::max<std::uint64_t>(4, 4 * static_cast<std::uint64_t>(extent))));
-  const TensorView view = buffer.Tensor(DType::kF32, {extent});
+absl::StatusOr<TensorView> AddVector(OperandMemory& memory, std::int64_t extent, float lo, float hi,
+                                     std::mt19937_64& random) {
+  ASSIGN_OR_RETURN(TensorView view, memory.Allocate(4 * static_cast<std::uint64_t>(extent), DType::kF32, {extent}));
   std::uniform_real_distribution<float> uniform(lo, hi);
   for (std::int64_t i = 0; i < extent; ++i) EncodeElement(DType::kF32, uniform(random), view.data + 4 * i);
-  buffers.push_back(std::move(buffer));
   return view;
 }
 
-absl::StatusOr<TensorView> AddFromFile(Session& session, const std::string& spec, std::vector<Buffer>& buffers) {
+absl::StatusOr<TensorView> AddFromFile(OperandMemory& memory, const std::string& spec) {
   ASSIGN_OR_RETURN(const TensorFileSpec file_spec, ParseTensorFileSpec(spec));
   ASSIGN_OR_RETURN(const TensorFile file, TensorFile::Open(file_spec.path));
   ASSIGN_OR_RETURN(const TensorFileEntry entry, file.Find(file_spec.name));
   if (entry.shape.size() < 2) {
     return absl::InvalidArgumentError(absl::StrCat(spec, ": rank ", entry.shape.size(), "; a matrix has at least 2"));
   }
-  ASSIGN_OR_RETURN(Buffer buffer, session.Allocate(std::max<std::uint64_t>(1, entry.bytes)));
-  RETURN_IF_ERROR(file.Read(entry, {buffer.data(), entry.bytes}));
-  TensorView view = buffer.Tensor(entry.dtype, entry.shape, 0, entry.strides);
-  buffers.push_back(std::move(buffer));
+  ASSIGN_OR_RETURN(TensorView view, memory.Allocate(entry.bytes, entry.dtype, entry.shape, entry.strides));
+  RETURN_IF_ERROR(file.Read(entry, {view.data, entry.bytes}));
   return view;
 }
 
@@ -82,13 +75,13 @@ absl::StatusOr<std::pair<DType, DType>> ParsePair(const std::string& pair) {
 }
 
 // The operand's scale: a number if given, else by --scales, else 1 where the type needs one.
-absl::StatusOr<std::optional<Scale>> MakeScale(Session& session, const GemmArguments& arguments, DType dtype,
-                                               std::optional<float> given, std::int64_t extent, std::mt19937_64& random,
-                                               std::vector<Buffer>& buffers) {
+absl::StatusOr<std::optional<Scale>> MakeScale(OperandMemory& memory, const GemmArguments& arguments, DType dtype,
+                                               std::optional<float> given, std::int64_t extent,
+                                               std::mt19937_64& random) {
   if (given.has_value()) return std::optional<Scale>(*given);
   if (dtype == DType::kBf16) return std::optional<Scale>();
   if (arguments.scales == "row_col") {
-    ASSIGN_OR_RETURN(TensorView vector, AddVector(session, extent, 0.5F, 1.5F, random, buffers));
+    ASSIGN_OR_RETURN(TensorView vector, AddVector(memory, extent, 0.5F, 1.5F, random));
     return std::optional<Scale>(std::move(vector));
   }
   if (arguments.scales == "tensor" || dtype == DType::kS8) return std::optional<Scale>(0.5F);
@@ -143,39 +136,54 @@ void CheckElement(double got, double want, double allowed, CheckResult& result) 
 
 }  // namespace
 
-absl::StatusOr<GemmProblem> MakeGemmProblem(Session& session, const GemmArguments& arguments) {
-  GemmProblem problem;
-  GemmSpec& spec = problem.spec;
+absl::StatusOr<TensorView> OperandMemory::Allocate(std::uint64_t bytes, DType dtype,
+                                                   const std::vector<std::int64_t>& shape,
+                                                   const std::vector<std::int64_t>& strides) {
+  bytes = std::max<std::uint64_t>(1, bytes);
+  if (session_ != nullptr) {
+    ASSIGN_OR_RETURN(Buffer buffer, session_->Allocate(bytes));
+    buffers_.push_back(std::move(buffer));
+    return buffers_.back().Tensor(dtype, shape, 0, strides);
+  }
+  // No message holds more, whatever the daemon's limit.
+  constexpr std::uint64_t kInlineMax = std::uint64_t{1} << 31;
+  if (bytes > kInlineMax) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("a tensor of ", bytes, " bytes does not fit a message; over TCP tensors travel inside messages"));
+  }
+  blocks_.push_back(std::make_unique<std::byte[]>(bytes));
+  return InlineTensor(blocks_.back().get(), dtype, shape, strides);
+}
+
+absl::StatusOr<GemmSpec> MakeGemmProblem(OperandMemory& memory, const GemmArguments& arguments) {
+  GemmSpec spec;
   std::mt19937_64 random(arguments.seed);
   ASSIGN_OR_RETURN(const auto pair, ParsePair(arguments.pair));
   const Shape batch = arguments.batch > 0 ? Shape{arguments.batch} : Shape{};
   if (arguments.a_file.empty()) {
-    ASSIGN_OR_RETURN(spec.a, AddRandom(session, pair.first, batch, arguments.m, arguments.k, arguments.layout[0] == 'N',
-                                       random, problem.buffers));
+    ASSIGN_OR_RETURN(
+        spec.a, AddRandom(memory, pair.first, batch, arguments.m, arguments.k, arguments.layout[0] == 'N', random));
   } else {
-    ASSIGN_OR_RETURN(spec.a, AddFromFile(session, arguments.a_file, problem.buffers));
+    ASSIGN_OR_RETURN(spec.a, AddFromFile(memory, arguments.a_file));
   }
   const std::int64_t m = spec.a.shape[spec.a.shape.size() - 2];
   const std::int64_t k = spec.a.shape.back();
   if (arguments.b_file.empty()) {
-    ASSIGN_OR_RETURN(spec.b, AddRandom(session, pair.second, batch, arguments.n, k, arguments.layout[1] == 'T', random,
-                                       problem.buffers));
+    ASSIGN_OR_RETURN(spec.b, AddRandom(memory, pair.second, batch, arguments.n, k, arguments.layout[1] == 'T', random));
   } else {
-    ASSIGN_OR_RETURN(spec.b, AddFromFile(session, arguments.b_file, problem.buffers));
+    ASSIGN_OR_RETURN(spec.b, AddFromFile(memory, arguments.b_file));
     if (arguments.b_is_kn) spec.b = spec.b.Transposed();
   }
   const std::int64_t n = spec.b.shape[spec.b.shape.size() - 2];
   const DType out = DTypeFromName(arguments.out);
   const Shape d_batch(spec.a.shape.begin(), spec.a.shape.end() - 2);
-  ASSIGN_OR_RETURN(spec.d, AddMatrix(session, out, d_batch, m, n, /*row_major=*/true, problem.buffers));
-  ASSIGN_OR_RETURN(spec.a_scale,
-                   MakeScale(session, arguments, spec.a.dtype, arguments.a_scale, m, random, problem.buffers));
-  ASSIGN_OR_RETURN(spec.b_scale,
-                   MakeScale(session, arguments, spec.b.dtype, arguments.b_scale, n, random, problem.buffers));
+  ASSIGN_OR_RETURN(spec.d, AddMatrix(memory, out, d_batch, m, n, /*row_major=*/true));
+  ASSIGN_OR_RETURN(spec.a_scale, MakeScale(memory, arguments, spec.a.dtype, arguments.a_scale, m, random));
+  ASSIGN_OR_RETURN(spec.b_scale, MakeScale(memory, arguments, spec.b.dtype, arguments.b_scale, n, random));
   if (arguments.bias) {
-    ASSIGN_OR_RETURN(spec.bias, AddVector(session, n, -1.0F, 1.0F, random, problem.buffers));
+    ASSIGN_OR_RETURN(spec.bias, AddVector(memory, n, -1.0F, 1.0F, random));
   }
-  return problem;
+  return spec;
 }
 
 CheckResult CheckGemm(const GemmSpec& spec) {

@@ -1,7 +1,10 @@
-// The operands of `tessera gemm`: random or from files, in memory shared with the daemon; and their check in float64.
+// The operands of `tessera gemm`: random or from files, in memory shared with the daemon or sent to it; and their check
+// in float64.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -34,12 +37,24 @@ struct GemmArguments {
   std::string save;
 };
 
-struct GemmProblem {
-  std::vector<Buffer> buffers;
-  GemmSpec spec;
+// Where operands live: in buffers that a session shares with the daemon or, without one, in memory of this process that
+// travels inside the messages.
+class OperandMemory {
+ public:
+  explicit OperandMemory(Session* session) : session_(session) {}  // null: none
+
+  // A tensor over at least `bytes` zeroed bytes, and at least one; packed unless strides are given.
+  absl::StatusOr<TensorView> Allocate(std::uint64_t bytes, DType dtype, const std::vector<std::int64_t>& shape,
+                                      const std::vector<std::int64_t>& strides = {});
+
+ private:
+  Session* session_;
+  std::vector<Buffer> buffers_;
+  std::vector<std::unique_ptr<std::byte[]>> blocks_;
 };
 
-absl::StatusOr<GemmProblem> MakeGemmProblem(Session& session, const GemmArguments& arguments);
+// The views are `memory`'s.
+absl::StatusOr<GemmSpec> MakeGemmProblem(OperandMemory& memory, const GemmArguments& arguments);
 
 struct CheckResult {
   std::int64_t wrong = 0;

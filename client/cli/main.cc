@@ -18,6 +18,18 @@ int main(int argc, char** argv) {
       "--socket", options.socket,
       "The daemon's Unix socket [env TESSERA_SOCKET; default: /run/tessera/tessera.sock for root, else under "
       "$XDG_RUNTIME_DIR or /tmp/tessera-UID]");
+  CLI::Option* address =
+      app.add_option("--address", options.address, "Talk to HOST:PORT over TCP instead (the daemon's --tcp-address)");
+  const std::pair<const char*, std::pair<std::string*, const char*>> tls[] = {
+      {"--ca", {&options.tls.ca, "PEM file of the authority behind the daemon's certificate"}},
+      {"--cert", {&options.tls.certificate, "PEM file of this client's certificate"}},
+      {"--key", {&options.tls.key, "PEM file of its private key"}},
+      {"--server-name", {&options.tls.server_name, "Name in the daemon's certificate, if it is not the host"}}};
+  for (const auto& [flag, option] : tls) {
+    app.add_option(flag, *option.first, std::string("With --address: ") + option.second)->needs(address);
+  }
+  app.add_flag("--plaintext", options.plaintext, "With --address: no TLS, for a daemon with --tcp-plaintext")
+      ->needs(address);
   app.add_flag("--json", options.json, "One JSON document instead of tables");
   app.add_option("--timeout-ms", options.timeout_ms, "For connecting and for calls that do not compute")
       ->capture_default_str()

@@ -41,10 +41,13 @@ void AppendRow(const std::vector<std::string>& row, const std::vector<Column>& c
 }  // namespace
 
 absl::StatusOr<Client> Connect(const GlobalOptions& options) {
-  auto client = Client::Connect(
-      {.socket = options.socket, .side_channel = {}, .timeout = std::chrono::milliseconds(options.timeout_ms)});
+  ConnectOptions connect{.socket = options.socket, .timeout = std::chrono::milliseconds(options.timeout_ms)};
+  connect.address = options.address;
+  if (!options.plaintext) connect.tls = options.tls;
+  auto client = Client::Connect(std::move(connect));
   if (client.ok()) return client;
   absl::Status status = client.status();
+  if (status.code() != absl::StatusCode::kUnavailable) return status;
   status.SetPayload(kUnreachable, absl::Cord());
   return status;
 }

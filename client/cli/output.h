@@ -19,7 +19,10 @@ inline constexpr int kExitUnreachable = 3;  // no daemon answers
 
 // Options that every command takes.
 struct GlobalOptions {
-  std::string socket;  // empty = the node's default
+  std::string socket;   // empty = the node's default
+  std::string address;  // host:port over TCP, instead of the socket
+  bool plaintext = false;
+  TlsOptions tls;
   bool json = false;
   int timeout_ms = 5000;
 };

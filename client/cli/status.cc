@@ -14,6 +14,7 @@ void PrintTable(const v1::ServerInfoReply& info) {
   facts.Add({"pid", std::to_string(info.pid())});
   facts.Add({"up", HumanDuration(info.uptime_ms())});
   facts.Add({"socket", info.socket()});
+  facts.Add({"tcp", info.tcp_address().empty() ? "off" : info.tcp_address()});
   facts.Add({"http", info.http_address().empty() ? "off" : info.http_address()});
   facts.Add({"isolation", info.isolation_mode()});
   facts.Add({"log level", info.log_level()});
@@ -53,6 +54,7 @@ void PrintJson(const v1::ServerInfoReply& info) {
                                    {"socket", info.socket()},
                                    {"side_channel", info.side_channel()},
                                    {"http_address", info.http_address()},
+                                   {"tcp_address", info.tcp_address()},
                                    {"inline_bytes_max", info.inline_bytes_max()},
                                    {"message_bytes_max", info.message_bytes_max()},
                                    {"sessions", info.sessions()},

@@ -44,6 +44,9 @@ constexpr SettingRule AnyValue() {
 constexpr SettingRule SocketPath() {
   return {.kind = SettingRule::Kind::kSocketPath};
 }
+constexpr SettingRule FilePath() {
+  return {.kind = SettingRule::Kind::kFilePath};
+}
 constexpr SettingRule HostPortOrOff() {
   return {.kind = SettingRule::Kind::kHostPortOrOff};
 }
@@ -82,6 +85,8 @@ std::string Accepts(const SettingRow& row) {
   switch (row.rule.kind) {
     case SettingRule::Kind::kSocketPath:
       return "a path";
+    case SettingRule::Kind::kFilePath:
+      return "a path or nothing";
     case SettingRule::Kind::kHostPortOrOff:
       return "IPv4:port, [IPv6]:port, localhost:port or nothing";
     case SettingRule::Kind::kOneOf: {
@@ -94,7 +99,8 @@ std::string Accepts(const SettingRow& row) {
     case SettingRule::Kind::kAnyValue:
       break;
   }
-  return std::holds_alternative<bool Settings::*>(row.member) ? "true or false" : "uids, comma separated";
+  if (std::holds_alternative<bool Settings::*>(row.member)) return "true or false";
+  return std::holds_alternative<UidList Settings::*>(row.member) ? "uids, comma separated" : "texts, separated by ;";
 }
 
 std::string ToText(const std::string& value) {
@@ -108,6 +114,9 @@ std::string ToText(std::int64_t value) {
 }
 std::string ToText(const UidList& value) {
   return absl::StrJoin(value, ",");
+}
+std::string ToText(const TextList& value) {
+  return absl::StrJoin(value, ";");
 }
 
 // The default for people: bytes with their suffix, "empty" for nothing.
@@ -191,9 +200,14 @@ std::string_view Strip(std::string_view text) {
   return Sv(absl::StripAsciiWhitespace(Av(text)));
 }
 
-absl::Status CheckSocketPath(const SettingRow& row, const std::string& path) {
+absl::Status CheckPath(const SettingRow& row, const std::string& path) {
   const auto is_control = [](unsigned char c) { return absl::ascii_iscntrl(c); };
   if (std::any_of(path.begin(), path.end(), is_control)) return Refused(row, path, "contains control characters");
+  return absl::OkStatus();
+}
+
+absl::Status CheckSocketPath(const SettingRow& row, const std::string& path) {
+  RETURN_IF_ERROR(CheckPath(row, path));
   if (SideChannelPath(path).size() >= sizeof(sockaddr_un{}.sun_path)) {
     const std::size_t longest = sizeof(sockaddr_un{}.sun_path) - 1 - SideChannelPath("").size();
     return Refused(row, path, absl::StrCat("is longer than the ", longest, " bytes that a socket's path may have"));
@@ -206,6 +220,9 @@ absl::Status Parse(const SettingRow& row, const RawValue& raw, std::string& valu
   switch (row.rule.kind) {
     case SettingRule::Kind::kSocketPath:
       RETURN_IF_ERROR(CheckSocketPath(row, text));
+      break;
+    case SettingRule::Kind::kFilePath:
+      RETURN_IF_ERROR(CheckPath(row, text));
       break;
     case SettingRule::Kind::kHostPortOrOff:
       if (text.empty()) break;
@@ -243,17 +260,20 @@ absl::Status Parse(const SettingRow& row, const RawValue& raw, std::int64_t& val
   return absl::OkStatus();
 }
 
+// The items of a YAML list, or of one text that a separator divides.
+std::vector<std::string> ItemsOf(const RawValue& raw, char separator) {
+  if (raw.is_list) return raw.items;
+  const std::string& text = raw.items.front();
+  std::vector<std::string> items;
+  if (!Strip(text).empty()) items = CLI::detail::split(text, separator);
+  // CLI11 gives no item for the nothing behind a last separator.
+  if (text.ends_with(separator)) items.emplace_back();
+  return items;
+}
+
 absl::Status Parse(const SettingRow& row, const RawValue& raw, UidList& value) {
-  std::vector<std::string> items = raw.items;
-  if (!raw.is_list) {
-    const std::string& text = raw.items.front();
-    items.clear();
-    if (!Strip(text).empty()) items = CLI::detail::split(text, ',');
-    // CLI11 gives no item for the nothing behind a last comma.
-    if (text.ends_with(',')) items.emplace_back();
-  }
   UidList uids;
-  for (const std::string& item : items) {
+  for (const std::string& item : ItemsOf(raw, ',')) {
     const absl::StatusOr<std::uint32_t> uid = ParseNumber<std::uint32_t>(Strip(item));
     if (!uid.ok()) return Refused(row, item, MessageOf(uid.status()));
     if (*uid > kUidMax) return Refused(row, item, "is not a user");
@@ -263,8 +283,24 @@ absl::Status Parse(const SettingRow& row, const RawValue& raw, UidList& value) {
   return absl::OkStatus();
 }
 
+absl::Status Parse(const SettingRow& row, const RawValue& raw, TextList& value) {
+  TextList texts;
+  for (const std::string& item : ItemsOf(raw, ';')) {
+    const std::string_view text = Strip(item);
+    if (text.empty()) return Refused(row, item, "is empty");
+    texts.emplace_back(text);
+  }
+  value = std::move(texts);
+  return absl::OkStatus();
+}
+
+bool IsList(const SettingRow& row) {
+  return std::holds_alternative<UidList Settings::*>(row.member) ||
+         std::holds_alternative<TextList Settings::*>(row.member);
+}
+
 absl::Status SetValue(const SettingRow& row, const RawValue& raw, Settings& settings) {
-  if (raw.is_list && !std::holds_alternative<UidList Settings::*>(row.member)) {
+  if (raw.is_list && !IsList(row)) {
     return absl::InvalidArgumentError(absl::StrCat(Av(row.name), ": is a list; give one value: ", Accepts(row)));
   }
   return std::visit([&](auto member) { return Parse(row, raw, settings.*member); }, row.member);
@@ -467,14 +503,8 @@ class Loader {
   }
 
   absl::Status CheckTogether() const {
-    const Settings& values = loaded_.values;
-    const std::int64_t room = values.message_bytes_max - kMessageOverheadBytes;
-    if (values.inline_bytes_max < room) return absl::OkStatus();
-    return absl::InvalidArgumentError(
-        absl::StrCat("inline_bytes_max = ", FormatBytes(values.inline_bytes_max), " (", WhereOf("inline_bytes_max"),
-                     ") must be smaller than message_bytes_max = ", FormatBytes(values.message_bytes_max), " (",
-                     WhereOf("message_bytes_max"), ") less ", FormatBytes(kMessageOverheadBytes),
-                     "; lower the first or raise the second"));
+    RETURN_IF_ERROR(CheckMessageSizes());
+    return CheckTcp();
   }
 
   LoadedSettings Finish() && {
@@ -503,6 +533,45 @@ class Loader {
     }
     origins_[row.name] = {.source = std::string(source), .where = std::move(where)};
     return absl::OkStatus();
+  }
+
+  absl::Status CheckMessageSizes() const {
+    const Settings& values = loaded_.values;
+    const std::int64_t room = values.message_bytes_max - kMessageOverheadBytes;
+    if (values.inline_bytes_max < room) return absl::OkStatus();
+    return absl::InvalidArgumentError(
+        absl::StrCat("inline_bytes_max = ", FormatBytes(values.inline_bytes_max), " (", WhereOf("inline_bytes_max"),
+                     ") must be smaller than message_bytes_max = ", FormatBytes(values.message_bytes_max), " (",
+                     WhereOf("message_bytes_max"), ") less ", FormatBytes(kMessageOverheadBytes),
+                     "; lower the first or raise the second"));
+  }
+
+  // TCP is served with all of the TLS files or, on loopback and by an explicit setting, with none.
+  absl::Status CheckTcp() const {
+    const Settings& values = loaded_.values;
+    if (values.tcp_address.empty()) return absl::OkStatus();
+    constexpr std::pair<std::string_view, std::string Settings::*> kTlsFiles[] = {
+        {"tls_certificate", &Settings::tls_certificate},
+        {"tls_key", &Settings::tls_key},
+        {"tls_client_ca", &Settings::tls_client_ca}};
+    for (const auto& [name, member] : kTlsFiles) {
+      const bool given = !(values.*member).empty();
+      if (given && values.tcp_plaintext) {
+        return absl::InvalidArgumentError(absl::StrCat(Av(name), " (", WhereOf(name), ") and tcp_plaintext (",
+                                                       WhereOf("tcp_plaintext"),
+                                                       ") exclude each other; remove one of them"));
+      }
+      if (!given && !values.tcp_plaintext) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            "tcp_address (", WhereOf("tcp_address"), ") needs ", Av(name),
+            ": TCP is served with tls_certificate, tls_key and tls_client_ca, or on loopback with tcp_plaintext"));
+      }
+    }
+    const absl::StatusOr<HostPort> address = ParseHostPort(values.tcp_address);
+    if (!values.tcp_plaintext || !address.ok() || IsLoopback(*address)) return absl::OkStatus();
+    return absl::InvalidArgumentError(absl::StrCat("tcp_address = ", values.tcp_address, " (", WhereOf("tcp_address"),
+                                                   ") is no loopback address; tcp_plaintext serves 127.0.0.0/8 and "
+                                                   "::1 only, TLS any address"));
   }
 
   std::string WhereOf(std::string_view name) const {
@@ -746,6 +815,10 @@ absl::StatusOr<HostPort> ParseHostPort(std::string_view text) {
   const bool numeric = host.find('\0') == std::string::npos && ::inet_pton(family, host.c_str(), &address) == 1;
   if (!numeric) return absl::InvalidArgumentError("names no numeric address");
   return HostPort{.host = std::move(host), .port = *port};
+}
+
+bool IsLoopback(const HostPort& address) {
+  return address.host == "::1" || address.host.starts_with("127.");
 }
 
 absl::StatusOr<bool> ParseBool(std::string_view text) {

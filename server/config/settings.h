@@ -25,6 +25,7 @@ inline constexpr std::int64_t kBufferBytesMax = 1024 * 1024 * kGiB;  // beyond a
 inline constexpr std::int64_t kMessageOverheadBytes = 64 * kKiB;
 
 using UidList = std::vector<std::uint32_t>;
+using TextList = std::vector<std::string>;
 
 // The values, named as in settings.def. A default-constructed one holds the defaults.
 struct Settings {
@@ -35,15 +36,15 @@ struct Settings {
 
 // What a setting accepts beyond its type.
 struct SettingRule {
-  enum class Kind { kAnyValue, kSocketPath, kHostPortOrOff, kOneOf, kRange };
+  enum class Kind { kAnyValue, kSocketPath, kFilePath, kHostPortOrOff, kOneOf, kRange };
   Kind kind = Kind::kAnyValue;
   std::int64_t min = 0;  // kRange, inclusive
   std::int64_t max = 0;
   std::array<std::string_view, 8> choices = {};  // kOneOf; the unused ones are empty
 };
 
-using SettingMember =
-    std::variant<std::string Settings::*, bool Settings::*, std::int64_t Settings::*, UidList Settings::*>;
+using SettingMember = std::variant<std::string Settings::*, bool Settings::*, std::int64_t Settings::*,
+                                   UidList Settings::*, TextList Settings::*>;
 
 // One row of settings.def.
 struct SettingRow {
@@ -120,6 +121,9 @@ struct HostPort {
 
 // "127.0.0.1:9464", "[::1]:9464" or "localhost:9464"; anything else is INVALID_ARGUMENT.
 absl::StatusOr<HostPort> ParseHostPort(std::string_view text);
+
+// Whether only this machine can reach the address.
+bool IsLoopback(const HostPort& address);
 
 // "true" or "false".
 absl::StatusOr<bool> ParseBool(std::string_view text);

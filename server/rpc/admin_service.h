@@ -17,6 +17,7 @@ struct AdminScope {
   std::string socket;
   std::string side_channel;
   std::string http_address;
+  std::string tcp_address;
   std::vector<SettingValue> setting_report;
   std::chrono::steady_clock::time_point started = std::chrono::steady_clock::now();
   std::function<bool()> draining;

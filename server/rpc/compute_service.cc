@@ -53,7 +53,7 @@ class GemmReactor final : public grpc::ServerUnaryReactor {
 
   // Decode, bind, hand over. An error means that nothing was handed over.
   absl::Status Submit() {
-    ASSIGN_OR_RETURN(const Peer peer, scope_.PeerOf(context_));
+    ASSIGN_OR_RETURN(const Peer peer, scope_.Admit(context_, RpcMethod::kComputeGemm));
     Operation operation;
     ASSIGN_OR_RETURN(operation.session, scope_.SessionOf(context_, peer));
     ASSIGN_OR_RETURN(const DecodedOptions options, DecodeOptions(request_.options()));

@@ -96,7 +96,7 @@ grpc::ServerUnaryReactor* MemoryService::ListBuffers(grpc::CallbackServerContext
                                                      v1::ListBuffersReply* reply) {
   return Answer(context, scope_, RpcMethod::kMemoryListBuffers, [&](const Peer& peer) -> absl::Status {
     if (request->all_principals()) RETURN_IF_ERROR(scope_.RequireAdministrator(peer));
-    const auto include = [&](const Peer& owner) { return request->all_principals() || owner.uid == peer.uid; };
+    const auto include = [&](const Peer& owner) { return request->all_principals() || SamePrincipal(owner, peer); };
     for (const BufferRow& row : scope_.sessions.ListBuffers(include)) FillInfo(row, *reply->add_buffers());
     return absl::OkStatus();
   });

@@ -6,9 +6,25 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "common/status_macros.h"
 #include "common/text.h"
+#include "server/rpc/tls.h"
 
 namespace tessera::server {
+namespace {
+
+absl::StatusOr<Peer> PeerOf(const grpc::CallbackServerContext& context, PeerRegistry& peers) {
+  // Only TLS connections have an authenticated peer; all others are known by their descriptor.
+  if (const auto auth = context.auth_context(); auth != nullptr && auth->IsPeerAuthenticated()) {
+    if (std::optional<Peer> peer = PeerOfCertificate(*auth); peer.has_value()) return *std::move(peer);
+    return absl::UnauthenticatedError("the client certificate has no subject, which is what names a caller");
+  }
+  absl::StatusOr<Peer> peer = peers.Find(context.peer());
+  if (peer.status().code() == absl::StatusCode::kNotFound) return absl::UnauthenticatedError(MessageOf(peer.status()));
+  return peer;
+}
+
+}  // namespace
 
 static_assert(static_cast<int>(absl::StatusCode::kCancelled) == grpc::StatusCode::CANCELLED &&
                   static_cast<int>(absl::StatusCode::kUnauthenticated) == grpc::StatusCode::UNAUTHENTICATED,
@@ -19,10 +35,42 @@ grpc::Status ToGrpc(const absl::Status& status) {
   return {static_cast<grpc::StatusCode>(status.code()), MessageOf(status)};
 }
 
-absl::StatusOr<Peer> RpcScope::PeerOf(const grpc::CallbackServerContext& context) const {
-  const std::string name = context.peer();
-  if (const std::optional<Peer> peer = peers.Find(name); peer.has_value()) return *peer;
-  return absl::UnauthenticatedError(absl::StrCat("connection ", name, " has no known peer"));
+Access AccessOf(RpcMethod method) {
+  switch (method) {
+    case RpcMethod::kComputeGemm:
+    case RpcMethod::kAdminServerInfo:
+      return Access::kAnyone;
+    case RpcMethod::kMemoryOpenSession:
+    case RpcMethod::kMemoryCloseSession:
+    case RpcMethod::kMemoryImportBuffer:
+    case RpcMethod::kMemoryAllocateBuffer:
+    case RpcMethod::kMemoryReleaseBuffer:
+    case RpcMethod::kMemoryListBuffers:
+      return Access::kNode;
+    case RpcMethod::kAdminGetConfig:
+    case RpcMethod::kAdminSetLogLevel:
+    case RpcMethod::kAdminDrain:
+      break;
+  }
+  return Access::kAdministrator;
+}
+
+absl::StatusOr<Peer> RpcScope::Admit(const grpc::CallbackServerContext& context, RpcMethod method) const {
+  ASSIGN_OR_RETURN(Peer peer, PeerOf(context, peers));
+  switch (AccessOf(method)) {
+    case Access::kAnyone:
+      break;
+    case Access::kNode:
+      if (peer.kind == PeerKind::kLocal) break;
+      return absl::PermissionDeniedError(
+          absl::StrCat(Av(LabelText(method)), ": ", peer.Principal(),
+                       " calls over TCP; sessions and buffers are for processes of this node, at its Unix socket. Over "
+                       "TCP, send inline tensors"));
+    case Access::kAdministrator:
+      RETURN_IF_ERROR(RequireAdministrator(peer));
+      break;
+  }
+  return peer;
 }
 
 absl::StatusOr<std::shared_ptr<Session>> RpcScope::SessionOf(const grpc::CallbackServerContext& context,
@@ -49,8 +97,25 @@ absl::StatusOr<std::shared_ptr<Session>> RpcScope::RequireSession(const grpc::Ca
 }
 
 bool RpcScope::IsAdministrator(const Peer& peer) const {
-  const UidList& admins = settings.admin_uids;
-  return peer.uid == 0 || peer.uid == ::geteuid() || std::find(admins.begin(), admins.end(), peer.uid) != admins.end();
+  const auto listed = [](const auto& list, const auto& item) {
+    return std::find(list.begin(), list.end(), item) != list.end();
+  };
+  switch (peer.kind) {
+    case PeerKind::kLocal:
+      return peer.uid == 0 || peer.uid == ::geteuid() || listed(settings.admin_uids, peer.uid);
+    case PeerKind::kCertificate:
+      return listed(settings.admin_subjects, peer.subject);
+    case PeerKind::kAnonymous:
+      break;
+  }
+  return false;
+}
+
+absl::Status RpcScope::RequireAdministrator(const Peer& peer) const {
+  if (IsAdministrator(peer)) return absl::OkStatus();
+  return absl::PermissionDeniedError(absl::StrCat(
+      peer.Principal(), " is no administrator of this daemon: needed is uid 0, uid ", ::geteuid(),
+      ", a uid of the setting admin_uids or, over TLS, a certificate subject of the setting admin_subjects"));
 }
 
 void RpcScope::Finished(RpcMethod method, const absl::Status& status,
@@ -60,14 +125,6 @@ void RpcScope::Finished(RpcMethod method, const absl::Status& status,
   if (!status.ok()) {
     spdlog::debug("{} -> {}: {}", LabelText(method), absl::StatusCodeToString(status.code()), MessageOf(status));
   }
-}
-
-absl::Status RpcScope::RequireAdministrator(const Peer& peer) const {
-  if (IsAdministrator(peer)) return absl::OkStatus();
-  return absl::PermissionDeniedError(absl::StrCat(peer.Principal(),
-                                                  " is no administrator of this daemon: needed is uid 0, "
-                                                  "uid ",
-                                                  ::geteuid(), ", or a uid of the setting admin_uids"));
 }
 
 }  // namespace tessera::server

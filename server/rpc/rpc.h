@@ -20,6 +20,14 @@ inline constexpr char kSessionMetadata[] = "tessera-session-bin";
 // Same code, same message.
 grpc::Status ToGrpc(const absl::Status& status);
 
+// Who may make a call.
+enum class Access {
+  kAnyone,         // at a door that is open; on its own data
+  kNode,           // processes of this node, at the Unix socket
+  kAdministrator,  // uid 0, the daemon's uid, the settings admin_uids and admin_subjects
+};
+Access AccessOf(RpcMethod method);
+
 // The daemon as its handlers see it; everything outlives the gRPC server.
 struct RpcScope {
   const Settings& settings;
@@ -27,26 +35,28 @@ struct RpcScope {
   PeerRegistry& peers;
   SessionTable& sessions;
 
-  // The peer of the call's connection. UNAUTHENTICATED if the kernel did not vouch for it.
-  absl::StatusOr<Peer> PeerOf(const grpc::CallbackServerContext& context) const;
+  // Who calls, if they may. UNAUTHENTICATED if neither the kernel nor a certificate vouches for them, PERMISSION_DENIED
+  // by AccessOf, RESOURCE_EXHAUSTED over a limit of connections.
+  absl::StatusOr<Peer> Admit(const grpc::CallbackServerContext& context, RpcMethod method) const;
   // The session of the call's metadata, or null if it carries none.
   absl::StatusOr<std::shared_ptr<Session>> SessionOf(const grpc::CallbackServerContext& context,
                                                      const Peer& peer) const;
   absl::StatusOr<std::shared_ptr<Session>> RequireSession(const grpc::CallbackServerContext& context,
                                                           const Peer& peer) const;
   bool IsAdministrator(const Peer& peer) const;
-  absl::Status RequireAdministrator(const Peer& peer) const;
+  absl::Status RequireAdministrator(const Peer& peer) const;  // beyond AccessOf: for part of what a call offers
 
   // Counts an answered call and, if it failed, logs it (debug): the one place that does.
   void Finished(RpcMethod method, const absl::Status& status, std::chrono::steady_clock::time_point start) const;
 };
 
-// Runs a short handler on the RPC thread, counts it and finishes the call. `handle` returns absl::Status.
+// Runs a short handler on the RPC thread if the caller may, counts it and finishes the call. `handle` returns
+// absl::Status.
 template <typename Handler>
 grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context, RpcScope& scope, RpcMethod method,
                                  Handler handle) {
   const auto start = std::chrono::steady_clock::now();
-  absl::StatusOr<Peer> peer = scope.PeerOf(*context);
+  const absl::StatusOr<Peer> peer = scope.Admit(*context, method);
   const absl::Status status = peer.ok() ? handle(*peer) : peer.status();
   scope.Finished(method, status, start);
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();

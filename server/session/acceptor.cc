@@ -11,8 +11,6 @@
 
 #include <spdlog/spdlog.h>
 
-#include "common/text.h"
-
 namespace tessera::server {
 
 namespace asio = boost::asio;
@@ -36,7 +34,7 @@ class Acceptor::Loop : public std::enable_shared_from_this<Acceptor::Loop> {
     while (true) {
       UniqueFd connection(::accept4(listener_.native_handle(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
       if (connection) {
-        Handle(std::move(connection));
+        handler_(std::move(connection));
         continue;
       }
       if (errno == EINTR || errno == ECONNABORTED) continue;
@@ -44,15 +42,6 @@ class Acceptor::Loop : public std::enable_shared_from_this<Acceptor::Loop> {
       spdlog::error("accept failed: {}; pausing", std::strerror(errno));  // out of descriptors, most likely
       return Pause();
     }
-  }
-
-  void Handle(UniqueFd connection) {
-    auto peer = PeerOfSocket(connection.get());
-    if (!peer.ok()) {
-      spdlog::warn("connection refused: {}", MessageOf(peer.status()));
-      return;
-    }
-    handler_(std::move(connection), *peer);
   }
 
   void Pause() {
@@ -67,8 +56,8 @@ class Acceptor::Loop : public std::enable_shared_from_this<Acceptor::Loop> {
   const Handler handler_;
 };
 
-Acceptor::Acceptor(asio::io_context& io, const UnixListener& listener, Handler handler)
-    : loop_(std::make_shared<Loop>(io, listener.fd(), std::move(handler))) {
+Acceptor::Acceptor(asio::io_context& io, int listener, Handler handler)
+    : loop_(std::make_shared<Loop>(io, listener, std::move(handler))) {
   loop_->Wait();
 }
 

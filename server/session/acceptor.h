@@ -1,4 +1,4 @@
-// Accepts connections on a UnixListener with Asio, asks the kernel who connected, and hands each on.
+// Accepts connections on a listening socket with Asio and hands each on.
 #pragma once
 
 #include <boost/asio/io_context.hpp>
@@ -6,17 +6,16 @@
 #include <memory>
 
 #include "common/unique_fd.h"
-#include "server/session/peer.h"
-#include "server/session/unix_listener.h"
 
 namespace tessera::server {
 
 class Acceptor {
  public:
   // Called on the io_context's thread. The descriptor is non-blocking and close-on-exec.
-  using Handler = std::function<void(UniqueFd connection, const Peer& peer)>;
+  using Handler = std::function<void(UniqueFd connection)>;
 
-  Acceptor(boost::asio::io_context& io, const UnixListener& listener, Handler handler);
+  // `listener`: a listening, non-blocking socket of any kind; stays the caller's.
+  Acceptor(boost::asio::io_context& io, int listener, Handler handler);
   ~Acceptor();  // after the io_context has stopped
 
  private:

@@ -23,6 +23,16 @@ absl::Status CheckLabel(std::string_view label) {
 
 }  // namespace
 
+std::uint64_t PrincipalCounts::Of(const std::string& principal) const {
+  const auto found = counts_.find(principal);
+  return found == counts_.end() ? 0 : found->second;
+}
+
+void PrincipalCounts::Remove(const std::string& principal) {
+  const auto found = counts_.find(principal);
+  if (--found->second == 0) counts_.erase(found);
+}
+
 SessionTable::SessionTable(std::uint32_t epoch, const SessionLimits& limits, Metrics& metrics,
                            std::function<std::shared_ptr<SessionLane>()> make_lane)
     : epoch_(epoch),
@@ -41,7 +51,12 @@ absl::Status SessionTable::LimitReached(Limit limit, std::uint64_t value) {
 
 absl::StatusOr<Id> SessionTable::OpenLease(const Peer& peer) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  const std::string principal = peer.Principal();
+  if (leases_of_.Of(principal) >= limits_.leases_per_principal_max) {
+    return LimitReached(Limit::kConnectionsPerPrincipal, limits_.leases_per_principal_max);
+  }
   if (leases_.size() >= limits_.leases_max) return LimitReached(Limit::kSideConnections, limits_.leases_max);
+  leases_of_.Add(principal);
   Id lease;
   leases_.Insert([&](const Id& id) {
     lease = id;
@@ -55,6 +70,7 @@ void SessionTable::CloseLease(const Id& lease) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     closed = leases_.Remove(lease);
+    if (closed.has_value()) leases_of_.Remove(closed->peer.Principal());
   }
   if (!closed.has_value() || closed->session == Id{}) return;
   // The session may have been closed by its owner before; then there is nothing to end.
@@ -97,9 +113,14 @@ absl::StatusOr<Id> SessionTable::OpenSession(const Peer& peer, const Id& lease, 
 
   const std::lock_guard<std::mutex> lock(mutex_);
   ASSIGN_OR_RETURN(Lease * holder, leases_.Find(lease));
-  if (holder->peer.uid != peer.uid) return absl::PermissionDeniedError("lease: belongs to another principal");
+  if (!SamePrincipal(holder->peer, peer)) return absl::PermissionDeniedError("lease: belongs to another principal");
   if (!(holder->session == Id{})) return absl::AlreadyExistsError("lease: a session was opened on it before");
+  const std::string principal = peer.Principal();
+  if (sessions_of_.Of(principal) >= limits_.sessions_per_principal_max) {
+    return LimitReached(Limit::kSessionsPerPrincipal, limits_.sessions_per_principal_max);
+  }
   if (sessions_.size() >= limits_.sessions_max) return LimitReached(Limit::kSessions, limits_.sessions_max);
+  sessions_of_.Add(principal);
   sessions_.Insert([&](const Id& id) {
     session->id_ = id;
     return session;
@@ -112,7 +133,9 @@ absl::StatusOr<Id> SessionTable::OpenSession(const Peer& peer, const Id& lease, 
 absl::StatusOr<std::shared_ptr<Session>> SessionTable::FindSession(const Peer& peer, const Id& token) {
   const std::lock_guard<std::mutex> lock(mutex_);
   ASSIGN_OR_RETURN(std::shared_ptr<Session> * session, sessions_.Find(token));
-  if ((*session)->peer_.uid != peer.uid) return absl::PermissionDeniedError("session: belongs to another principal");
+  if (!SamePrincipal((*session)->peer_, peer)) {
+    return absl::PermissionDeniedError("session: belongs to another principal");
+  }
   return *session;
 }
 
@@ -129,6 +152,7 @@ absl::StatusOr<std::size_t> SessionTable::EndSession(const Id& token, SessionEnd
     }
     session->buffers_.clear();
     sessions_.Remove(token);
+    sessions_of_.Remove(session->peer_.Principal());
   }
   for (const OwnedBuffer& owned : dropped) metrics_.BufferRemoved(owned.buffer->origin(), owned.buffer->bytes());
   metrics_.SessionEnded(reason);

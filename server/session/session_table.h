@@ -15,6 +15,7 @@
 #include <mutex>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -57,9 +58,22 @@ class Session {
   std::vector<Id> buffers_;  // guarded by SessionTable::mutex_
 };
 
+// How many of something each principal has.
+class PrincipalCounts {
+ public:
+  std::uint64_t Of(const std::string& principal) const;
+  void Add(const std::string& principal) { ++counts_[principal]; }
+  void Remove(const std::string& principal);
+
+ private:
+  std::unordered_map<std::string, std::uint64_t> counts_;  // none is 0
+};
+
 struct SessionLimits {
   std::uint64_t sessions_max = 0;
+  std::uint64_t sessions_per_principal_max = ~std::uint64_t{0};
   std::uint64_t leases_max = 0;
+  std::uint64_t leases_per_principal_max = ~std::uint64_t{0};
   std::uint64_t buffers_per_session_max = 0;
   std::uint64_t buffer_bytes_max = 0;          // of all sessions together
   std::uint64_t session_buffer_bytes_max = 0;  // of one session
@@ -143,6 +157,8 @@ class SessionTable {
   const std::shared_ptr<ByteBudget> budget_;
 
   std::mutex mutex_;
+  PrincipalCounts leases_of_;
+  PrincipalCounts sessions_of_;
   IdTable<Lease> leases_;
   IdTable<std::shared_ptr<Session>> sessions_;
   IdTable<OwnedBuffer> buffers_;

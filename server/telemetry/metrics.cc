@@ -253,6 +253,10 @@ void Metrics::SetIsolationMode(IsolationMode mode) {
   }
 }
 
+void Metrics::SetRpcConnections(std::size_t open) {
+  table_->rpc_connections().Set(static_cast<double>(open));
+}
+
 void Metrics::RpcFinished(RpcMethod method, int code, double seconds) {
   const bool known = code >= 0 && code <= static_cast<int>(RpcCode::kUnauthenticated);
   table_->rpcs(method, known ? static_cast<RpcCode>(code) : RpcCode::kUnknown).Increment();

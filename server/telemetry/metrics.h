@@ -49,6 +49,7 @@ class Metrics {
 
   void SetReady(bool ready);
   void SetIsolationMode(IsolationMode mode);
+  void SetRpcConnections(std::size_t open);
 
   void RpcFinished(RpcMethod method, int code, double seconds);  // a code that is none of the 17 counts as UNKNOWN
   void Refused(Limit limit);

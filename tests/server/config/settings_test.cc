@@ -98,6 +98,8 @@ std::string OtherValue(const SettingRow& row) {
   switch (row.rule.kind) {
     case SettingRule::Kind::kSocketPath:
       return "/run/other/other.sock";
+    case SettingRule::Kind::kFilePath:
+      return "/etc/tessera/some.pem";
     case SettingRule::Kind::kHostPortOrOff:
       return "[::1]:0";
     case SettingRule::Kind::kOneOf:
@@ -112,7 +114,7 @@ std::string OtherValue(const SettingRow& row) {
   if (std::holds_alternative<bool Settings::*>(row.member)) {
     return SettingText(row, defaults) == "true" ? "false" : "true";
   }
-  return "7,1000";
+  return std::holds_alternative<UidList Settings::*>(row.member) ? "7,1000" : "CN=a,O=b;CN=c";
 }
 
 TEST_F(SettingsTest, DefaultsAreValidAndReported) {
@@ -151,10 +153,15 @@ TEST_F(SettingsTest, EverySettingThroughEverySource) {
     const std::string value = OtherValue(row);
     const std::string yaml = std::string(row.name) + ": \"" + value + "\"\n";
     const std::string flag = FlagName(row.name);
+    // TCP wants to be told how it is protected.
+    std::map<std::string, std::string> environment;
+    if (row.name == "tcp_address") environment["TESSERA_TCP_PLAINTEXT"] = "true";
+    std::map<std::string, std::string> with_value = environment;
+    with_value[EnvironmentName(row.name)] = value;
     const std::map<std::string, absl::StatusOr<CommandLine>> lines = {
-        {"file", ParseArgs({"--config", Write(yaml)}, {})},
-        {"environment", ParseArgs({}, {{EnvironmentName(row.name), value}})},
-        {"flag", ParseArgs({flag, value}, {})},
+        {"file", ParseArgs({"--config", Write(yaml)}, environment)},
+        {"environment", ParseArgs({}, with_value)},
+        {"flag", ParseArgs({flag, value}, environment)},
     };
     for (const auto& [source, line] : lines) {
       SCOPED_TRACE(source);
@@ -165,7 +172,9 @@ TEST_F(SettingsTest, EverySettingThroughEverySource) {
       EXPECT_NE(line->settings.values, Settings{});
       EXPECT_THAT(line->settings.warnings, IsEmpty());
     }
-    EXPECT_EQ(Loaded({flag + "=" + value}), lines.at("flag")->settings.values);
+    const absl::StatusOr<CommandLine> joined = ParseArgs({flag + "=" + value}, environment);
+    ASSERT_TRUE(joined.ok()) << joined.status();
+    EXPECT_EQ(joined->settings.values, lines.at("flag")->settings.values);
   }
 }
 
@@ -292,6 +301,37 @@ TEST_F(SettingsTest, InlineBytesLeaveRoomInAMessage) {
   const std::int64_t room = 8 * kMiB - kMessageOverheadBytes;
   EXPECT_THAT(Refusal({"--inline-bytes-max", std::to_string(room)}), HasSubstr("must be smaller"));
   EXPECT_EQ(Loaded({"--inline-bytes-max", std::to_string(room - 1)}).inline_bytes_max, room - 1);
+}
+
+TEST_F(SettingsTest, TcpIsProtectedOrLocal) {
+  const std::vector<std::string> tls = {"--tls-certificate=c.pem", "--tls-key=k.pem", "--tls-client-ca=a.pem"};
+  const auto with = [&](std::vector<std::string> args, std::size_t tls_files) {
+    args.insert(args.end(), tls.begin(), tls.begin() + static_cast<std::ptrdiff_t>(tls_files));
+    return args;
+  };
+  EXPECT_EQ(Loaded(with({"--tcp-address=0.0.0.0:1"}, 3)).tls_client_ca, "a.pem");
+  EXPECT_THAT(Refusal(with({"--tcp-address=0.0.0.0:1"}, 0)), HasSubstr("needs tls_certificate"));
+  EXPECT_THAT(Refusal(with({"--tcp-address=0.0.0.0:1"}, 1)), HasSubstr("needs tls_key"));
+  EXPECT_THAT(Refusal(with({"--tcp-address=0.0.0.0:1"}, 2)), HasSubstr("needs tls_client_ca"));
+
+  for (const char* loopback : {"127.0.0.1:1", "127.9.9.9:1", "[::1]:1", "localhost:1"}) {
+    EXPECT_TRUE(Loaded({"--tcp-plaintext=true", "--tcp-address", loopback}).tcp_plaintext) << loopback;
+  }
+  for (const char* reachable : {"0.0.0.0:1", "10.0.0.1:1", "[::]:1", "[::ffff:10.0.0.1]:1"}) {
+    EXPECT_THAT(Refusal({"--tcp-plaintext=true", "--tcp-address", reachable}), HasSubstr("is no loopback address"))
+        << reachable;
+  }
+  EXPECT_THAT(Refusal(with({"--tcp-plaintext=true", "--tcp-address=127.0.0.1:1"}, 1)),
+              HasSubstr("tls_certificate (flag --tls-certificate) and tcp_plaintext (flag --tcp-plaintext) exclude"));
+  EXPECT_TRUE(Loaded({"--tls-key=k.pem"}).tcp_address.empty()) << "nothing to protect";
+}
+
+TEST_F(SettingsTest, SubjectsMayHoldCommas) {
+  EXPECT_THAT(Loaded({"--admin-subjects", "CN=a,O=b; CN=c"}).admin_subjects, ElementsAre("CN=a,O=b", "CN=c"));
+  EXPECT_THAT(Loaded({"--config", Write("admin_subjects: [\"CN=a,O=b\", 'CN=c;d']\n")}).admin_subjects,
+              ElementsAre("CN=a,O=b", "CN=c;d"));
+  EXPECT_THAT(Loaded({"--admin-subjects="}).admin_subjects, IsEmpty());
+  EXPECT_THAT(Refusal({"--admin-subjects", "CN=a;"}), HasSubstr("'' is empty; admin_subjects takes texts"));
 }
 
 TEST_F(SettingsTest, FileErrorsNameThePlace) {

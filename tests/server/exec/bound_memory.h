@@ -13,7 +13,7 @@
 
 namespace tessera::server {
 
-inline constexpr Peer kTestPeer{.pid = 1, .uid = 1000, .gid = 1000};
+inline const Peer kTestPeer{.pid = 1, .uid = 1000, .gid = 1000};
 
 inline std::shared_ptr<Session> OpenTestSession(SessionTable& table) {
   const auto lease = table.OpenLease(kTestPeer);

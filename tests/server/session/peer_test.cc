@@ -17,7 +17,8 @@
 namespace tessera::server {
 namespace {
 
-constexpr Peer kPeer{.pid = 1, .uid = 2, .gid = 3};
+const Peer kPeer{.pid = 1, .uid = 2, .gid = 3};
+constexpr ConnectionLimits kPlenty{.connections_max = 1'000, .connections_per_principal_max = 1'000};
 
 std::string NameOf(int number) {
   return "fd:" + std::to_string(number);
@@ -32,9 +33,41 @@ class PeerTest : public ::testing::Test {
     far_.Reset(ends[1]);
   }
 
+  // A connection of its own for each call; closed by the registry's caller, as gRPC would.
+  static UniqueFd NewConnection() {
+    int ends[2] = {-1, -1};
+    EXPECT_EQ(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends), 0);
+    ::close(ends[1]);
+    return UniqueFd(ends[0]);
+  }
+
+  bool Refused(const std::string& limit, int times) const {
+    return metrics_.Serialize().find("tessera_refused_total{limit=\"" + limit + "\"} " + std::to_string(times) +
+                                     "\n") != std::string::npos;
+  }
+
+  Metrics metrics_{MetricsOptions{.version = "test", .variants = {}}};
   UniqueFd near_;
   UniqueFd far_;
 };
+
+TEST_F(PeerTest, PrincipalsAreNamedByWhatVouchesForThem) {
+  const Peer local{.pid = 7, .uid = 1000, .gid = 1};
+  const Peer certificate{.kind = PeerKind::kCertificate, .subject = "CN=a,O=b"};
+  const Peer anonymous{.kind = PeerKind::kAnonymous};
+  EXPECT_EQ(local.Principal(), "uid:1000");
+  EXPECT_EQ(certificate.Principal(), "subject:CN=a,O=b");
+  EXPECT_EQ(anonymous.Principal(), "anonymous");
+
+  EXPECT_TRUE(SamePrincipal(local, Peer{.pid = 8, .uid = 1000, .gid = 2}));
+  EXPECT_FALSE(SamePrincipal(local, Peer{.pid = 7, .uid = 1001, .gid = 1}));
+  EXPECT_TRUE(SamePrincipal(certificate, Peer{.kind = PeerKind::kCertificate, .subject = "CN=a,O=b"}));
+  EXPECT_FALSE(SamePrincipal(certificate, Peer{.kind = PeerKind::kCertificate, .subject = "CN=a"}));
+  EXPECT_FALSE(SamePrincipal(anonymous, anonymous)) << "nobody vouches that they are one";
+  // The members that do not name a kind do not count for it: all of these have uid 0 and one subject.
+  EXPECT_FALSE(SamePrincipal(Peer{}, anonymous));
+  EXPECT_FALSE(SamePrincipal(Peer{}, Peer{.kind = PeerKind::kCertificate}));
+}
 
 TEST_F(PeerTest, SocketTellsWhoConnected) {
   const auto peer = PeerOfSocket(near_.get());
@@ -52,7 +85,7 @@ TEST_F(PeerTest, OtherDescriptorsHaveNoPeer) {
 }
 
 TEST_F(PeerTest, AdoptDuplicatesAndRemembers) {
-  PeerRegistry peers;
+  PeerRegistry peers(kPlenty, metrics_);
   const auto number = peers.Adopt(near_.get(), kPeer);
   ASSERT_TRUE(number.ok()) << number.status();
   const UniqueFd adopted(*number);
@@ -63,14 +96,14 @@ TEST_F(PeerTest, AdoptDuplicatesAndRemembers) {
   char byte = 0;
   EXPECT_EQ(::recv(*number, &byte, 1, 0), 1);
   const auto found = peers.Find(NameOf(*number));
-  ASSERT_TRUE(found.has_value());
+  ASSERT_TRUE(found.ok());
   EXPECT_EQ(found->pid, kPeer.pid);
   EXPECT_EQ(found->uid, kPeer.uid);
   EXPECT_EQ(found->gid, kPeer.gid);
 }
 
 TEST_F(PeerTest, NumbersRiseAndAreNotReusedAtOnce) {
-  PeerRegistry peers;
+  PeerRegistry peers(kPlenty, metrics_);
   int last = 0;
   for (int i = 0; i < 20; ++i) {
     const auto number = peers.Adopt(near_.get(), Peer{.pid = i, .uid = 0, .gid = 0});
@@ -80,23 +113,23 @@ TEST_F(PeerTest, NumbersRiseAndAreNotReusedAtOnce) {
     ASSERT_EQ(::close(*number), 0);
     // Calls of the closed connection may live on; they still find their own peer.
     const auto found = peers.Find(NameOf(*number));
-    ASSERT_TRUE(found.has_value());
+    ASSERT_TRUE(found.ok());
     EXPECT_EQ(found->pid, i);
   }
 }
 
 TEST_F(PeerTest, AdoptOfAClosedDescriptorFails) {
-  PeerRegistry peers;
+  PeerRegistry peers(kPlenty, metrics_);
   EXPECT_FALSE(peers.Adopt(-1, kPeer).ok());
 }
 
 TEST_F(PeerTest, OnlyTheExactNameFinds) {
-  PeerRegistry peers;
+  PeerRegistry peers(kPlenty, metrics_);
   const auto number = peers.Adopt(near_.get(), kPeer);
   ASSERT_TRUE(number.ok());
   const UniqueFd adopted(*number);
   const std::string digits = std::to_string(*number);
-  EXPECT_TRUE(peers.Find("fd:" + digits).has_value());
+  EXPECT_TRUE(peers.Find("fd:" + digits).ok());
   const std::string bad[] = {"",
                              "fd",
                              "fd:",
@@ -118,7 +151,92 @@ TEST_F(PeerTest, OnlyTheExactNameFinds) {
                              "fd:99999999999999999999",
                              std::string("fd:") + '\0' + digits,
                              "fd:" + digits + '\0'};
-  for (const std::string& name : bad) EXPECT_FALSE(peers.Find(name).has_value()) << '"' << name << '"';
+  for (const std::string& name : bad) EXPECT_FALSE(peers.Find(name).ok()) << '"' << name << '"';
+}
+
+TEST_F(PeerTest, ConnectionsOfOnePrincipalAreLimited) {
+  PeerRegistry peers({.connections_max = 100, .connections_per_principal_max = 2}, metrics_);
+  std::vector<UniqueFd> open;
+  for (int i = 0; i < 3; ++i) {
+    const auto number = peers.Adopt(NewConnection().get(), kPeer);
+    ASSERT_TRUE(number.ok()) << number.status();
+    open.emplace_back(*number);
+  }
+  EXPECT_TRUE(peers.Find(NameOf(open[0].get())).ok());
+  EXPECT_TRUE(peers.Find(NameOf(open[1].get())).ok());
+  const absl::Status over = peers.Find(NameOf(open[2].get())).status();
+  EXPECT_EQ(over.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(over.message()), ::testing::StartsWith("connections_per_principal_max: uid:2 has 2 "));
+  EXPECT_TRUE(Refused("connections_per_principal_max", 2)) << "the connection, and its call";
+  EXPECT_EQ(peers.CountOpen(), 3U);
+
+  const auto other = peers.Adopt(NewConnection().get(), Peer{.pid = 1, .uid = 3, .gid = 3});
+  ASSERT_TRUE(other.ok());
+  open.emplace_back(*other);
+  EXPECT_TRUE(peers.Find(NameOf(*other)).ok()) << "others have their own";
+
+  open[0].Reset();
+  const auto admitted = peers.Find(NameOf(open[2].get()));
+  ASSERT_TRUE(admitted.ok()) << "there is room now: " << admitted.status();
+  EXPECT_EQ(admitted->uid, kPeer.uid);
+  EXPECT_EQ(peers.CountOpen(), 3U);
+}
+
+TEST_F(PeerTest, AllConnectionsAreLimited) {
+  PeerRegistry peers({.connections_max = 3, .connections_per_principal_max = 100}, metrics_);
+  std::vector<UniqueFd> open;
+  for (int i = 0; i < 4; ++i) {
+    const auto number = peers.Adopt(NewConnection().get(), Peer{.pid = 1, .uid = static_cast<uid_t>(i), .gid = 0});
+    ASSERT_TRUE(number.ok());
+    open.emplace_back(*number);
+  }
+  const absl::Status over = peers.Find(NameOf(open[3].get())).status();
+  EXPECT_EQ(over.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(over.message()), ::testing::StartsWith("connections_max: "));
+  open[1].Reset();
+  EXPECT_TRUE(peers.Find(NameOf(open[3].get())).ok());
+}
+
+TEST_F(PeerTest, FewConnectionsOverTheLimitAreKept) {
+  PeerRegistry peers({.connections_max = 1, .connections_per_principal_max = 1}, metrics_);
+  std::vector<UniqueFd> open;
+  for (std::size_t i = 0; i < 1 + PeerRegistry::kOverLimitMax; ++i) {
+    const auto number = peers.Adopt(NewConnection().get(), kPeer);
+    ASSERT_TRUE(number.ok());
+    open.emplace_back(*number);
+  }
+  EXPECT_EQ(peers.Adopt(NewConnection().get(), kPeer).status().code(), absl::StatusCode::kResourceExhausted);
+  open.pop_back();
+  EXPECT_TRUE(peers.Adopt(NewConnection().get(), kPeer).ok());
+}
+
+TEST_F(PeerTest, UnnamedConnectionsCountForTheirAccountAndHaveNoPeer) {
+  PeerRegistry peers({.connections_max = 100, .connections_per_principal_max = 1}, metrics_);
+  const auto first = peers.AdoptUnnamed(NewConnection().get(), "address:10.0.0.7");
+  ASSERT_TRUE(first.ok());
+  UniqueFd open(*first);
+  EXPECT_EQ(peers.Find(NameOf(*first)).status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(peers.AdoptUnnamed(NewConnection().get(), "address:10.0.0.7").status().code(),
+            absl::StatusCode::kResourceExhausted);
+  EXPECT_TRUE(peers.AdoptUnnamed(NewConnection().get(), "address:10.0.0.8").ok());
+  open.Reset();
+  EXPECT_TRUE(peers.AdoptUnnamed(NewConnection().get(), "address:10.0.0.7").ok());
+}
+
+// The daemon's own descriptors may take a number whose connection is gone.
+TEST_F(PeerTest, AnotherFileUnderTheNumberIsNotTheConnection) {
+  PeerRegistry peers({.connections_max = 1, .connections_per_principal_max = 1}, metrics_);
+  const auto number = peers.Adopt(NewConnection().get(), kPeer);
+  ASSERT_TRUE(number.ok());
+  const UniqueFd other = NewConnection();
+  ASSERT_EQ(::dup3(other.get(), *number, O_CLOEXEC), *number);
+  const UniqueFd taken(*number);
+  EXPECT_EQ(peers.CountOpen(), 0U);
+  const auto next = peers.Adopt(NewConnection().get(), kPeer);
+  ASSERT_TRUE(next.ok());
+  const UniqueFd adopted(*next);
+  EXPECT_NE(*next, *number);
+  EXPECT_TRUE(peers.Find(NameOf(*next)).ok());
 }
 
 // Runs `body` in a child that may open `descriptors` descriptors at most; its exit status is the number of failures.
@@ -144,7 +262,7 @@ TEST_F(PeerTest, NumbersStartOverAfterTheWholeRange) {
   constexpr int kLimit = 64;
   EXPECT_EQ(FailuresWithLimit(kLimit,
                               [this] {
-                                PeerRegistry peers;
+                                PeerRegistry peers(kPlenty, metrics_);
                                 int failures = 0;
                                 std::vector<int> seen;
                                 for (int i = 0; i < kLimit; ++i) {
@@ -172,7 +290,7 @@ TEST_F(PeerTest, LiveConnectionsKeepTheirNumbersWhenTheRangeStartsOver) {
   EXPECT_EQ(FailuresWithLimit(
                 64,
                 [this] {
-                  PeerRegistry peers;
+                  PeerRegistry peers(kPlenty, metrics_);
                   const auto live = peers.Adopt(near_.get(), kPeer);
                   if (!live.ok()) return 50;
                   int failures = 0;
@@ -191,7 +309,7 @@ TEST_F(PeerTest, LiveConnectionsKeepTheirNumbersWhenTheRangeStartsOver) {
 TEST_F(PeerTest, FullRangeIsResourceExhaustedAndRecovers) {
   EXPECT_EQ(FailuresWithLimit(64,
                               [this] {
-                                PeerRegistry peers;
+                                PeerRegistry peers(kPlenty, metrics_);
                                 std::vector<int> open;
                                 absl::Status status;
                                 while (open.size() < 100) {

@@ -26,9 +26,9 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 
 constexpr std::uint32_t kEpoch = 0x51u;
-constexpr Peer kAlice{.pid = 10, .uid = 1000, .gid = 1000};
-constexpr Peer kAlicesOther{.pid = 11, .uid = 1000, .gid = 100};
-constexpr Peer kBob{.pid = 20, .uid = 2000, .gid = 2000};
+const Peer kAlice{.pid = 10, .uid = 1000, .gid = 1000};
+const Peer kAlicesOther{.pid = 11, .uid = 1000, .gid = 100};
+const Peer kBob{.pid = 20, .uid = 2000, .gid = 2000};
 
 constexpr SessionLimits kLimits{.sessions_max = 3,
                                 .leases_max = 4,
@@ -236,6 +236,32 @@ TEST_F(SessionTableTest, SessionsAreLimited) {
   ExpectRefusedBy("sessions_max", table_.OpenSession(kAlice, lease, "").status());
   ASSERT_TRUE(table_.EndSession(sessions.back()->id(), SessionEnd::kClosed).ok());
   EXPECT_NE(OpenOn(lease, kAlice), nullptr) << "the refusal used the lease up";
+}
+
+TEST_F(SessionTableTest, OnePrincipalLeavesRoomForOthers) {
+  SessionLimits limits = kLimits;
+  limits.sessions_max = 10;
+  limits.sessions_per_principal_max = 2;
+  limits.leases_max = 10;
+  limits.leases_per_principal_max = 3;
+  SessionTable table(kEpoch, limits, metrics_, [] { return nullptr; });
+  std::vector<Id> leases;
+  std::vector<Id> sessions;
+  for (int i = 0; i < 3; ++i) leases.push_back(*table.OpenLease(i == 0 ? kAlice : kAlicesOther));
+  ExpectRefusedBy("connections_per_principal_max", table.OpenLease(kAlice).status());
+  for (int i = 0; i < 2; ++i) sessions.push_back(*table.OpenSession(kAlice, leases[i], ""));
+  ExpectRefusedBy("sessions_per_principal_max", table.OpenSession(kAlice, leases[2], "").status());
+
+  const auto bobs = table.OpenLease(kBob);
+  ASSERT_TRUE(bobs.ok());
+  EXPECT_TRUE(table.OpenSession(kBob, *bobs, "").ok());
+
+  ASSERT_TRUE(table.EndSession(sessions[0], SessionEnd::kClosed).ok());
+  EXPECT_TRUE(table.OpenSession(kAlice, leases[2], "").ok());
+  table.CloseLease(leases[1]);  // with its session
+  const auto lease = table.OpenLease(kAlice);
+  ASSERT_TRUE(lease.ok());
+  EXPECT_TRUE(table.OpenSession(kAlice, *lease, "").ok());
 }
 
 TEST_F(SessionTableTest, BuffersOfASessionAreLimited) {

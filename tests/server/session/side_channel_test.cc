@@ -126,8 +126,10 @@ class SideChannelTest : public ::testing::Test {
     ASSERT_TRUE(listener.ok()) << listener.status();
     listener_.emplace(*std::move(listener));
     io_ = std::make_unique<boost::asio::io_context>(1);
-    acceptor_ = std::make_unique<Acceptor>(*io_, *listener_, [this](UniqueFd connection, const Peer& peer) {
-      ServeSideConnection(*io_, std::move(connection), peer, table_, metrics_);
+    acceptor_ = std::make_unique<Acceptor>(*io_, listener_->fd(), [this](UniqueFd connection) {
+      const absl::StatusOr<Peer> peer = PeerOfSocket(connection.get());
+      ASSERT_TRUE(peer.ok()) << peer.status();
+      ServeSideConnection(*io_, std::move(connection), *peer, table_, metrics_);
     });
     thread_ = std::thread([this] {
       const auto work = boost::asio::make_work_guard(*io_);
@@ -462,8 +464,10 @@ TEST_F(SideChannelTest, AcceptedConnectionsAreNonBlockingAndKnowTheirPeer) {
   std::vector<Peer> peers;
   int flags = 0;
   int descriptor_flags = 0;
-  const Acceptor acceptor(io, *listener, [&](UniqueFd connection, const Peer& peer) {
-    peers.push_back(peer);
+  const Acceptor acceptor(io, listener->fd(), [&](UniqueFd connection) {
+    const absl::StatusOr<Peer> peer = PeerOfSocket(connection.get());
+    ASSERT_TRUE(peer.ok()) << peer.status();
+    peers.push_back(*peer);
     flags = ::fcntl(connection.get(), F_GETFL);
     descriptor_flags = ::fcntl(connection.get(), F_GETFD);
     if (peers.size() == 2) io.stop();

@@ -72,7 +72,7 @@ TEST(MetricsTest, EverySeriesIsThereAtZeroBeforeAnyEvent) {
   EXPECT_EQ(CountOf(samples, "tessera_kernel_launches_total{"), 3);
   EXPECT_EQ(CountOf(samples, "tessera_session_ends_total{"), 3);
   EXPECT_EQ(CountOf(samples, "tessera_side_messages_total{"), 3);
-  EXPECT_EQ(CountOf(samples, "tessera_refused_total{"), 9);
+  EXPECT_EQ(CountOf(samples, "tessera_refused_total{"), 12);
   EXPECT_EQ(CountOf(samples, "tessera_rpc_seconds_bucket{"), 11 * 23);
   EXPECT_EQ(CountOf(samples, "tessera_run_seconds_count{"), 3);
 }

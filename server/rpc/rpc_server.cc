@@ -1,0 +1,98 @@
+#include "server/rpc/rpc_server.h"
+
+#include <grpcpp/ext/proto_server_reflection_plugin.h>
+#include <grpcpp/health_check_service_interface.h>
+#include <grpcpp/server_posix.h>
+#include <spdlog/spdlog.h>
+
+#include <chrono>
+
+#include "absl/strings/str_cat.h"
+#include "common/status_macros.h"
+#include "common/text.h"
+#include "server/rpc/grpc_log.h"
+#include "server/session/tcp_listener.h"
+#include "tessera/v1/admin.grpc.pb.h"
+#include "tessera/v1/compute.grpc.pb.h"
+#include "tessera/v1/memory.grpc.pb.h"
+
+namespace tessera::server {
+namespace {
+
+using namespace std::chrono_literals;
+
+// For health checks.
+std::vector<std::string> ServiceNames() {
+  return {v1::Compute::service_full_name(), v1::Memory::service_full_name(), v1::Admin::service_full_name()};
+}
+
+void LogRefused(std::string_view whose, const absl::Status& status) {
+  spdlog::warn("connection of {} refused: {}", whose, MessageOf(status));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const RpcServerOptions& options, PeerRegistry& peers) {
+  std::unique_ptr<RpcServer> server(new RpcServer(options, peers));
+  RETURN_IF_ERROR(server->Build());
+  return server;
+}
+
+absl::Status RpcServer::Build() {
+  LogGrpcMessages();
+  grpc::EnableDefaultHealthCheckService(true);
+  grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+  grpc::ServerBuilder builder;
+  builder.SetMaxReceiveMessageSize(static_cast<int>(options_.message_bytes_max));
+  builder.SetMaxSendMessageSize(static_cast<int>(options_.message_bytes_max));
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, static_cast<int>(options_.calls_per_connection_max));
+  // A client may keep its connection alive during a long call; gRPC's default would answer with GOAWAY.
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 5000);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  for (grpc::Service* service : options_.services) builder.RegisterService(service);
+  if (options_.tls != nullptr) {
+    tls_ = builder.experimental().AddExternalConnectionAcceptor(
+        grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD, options_.tls);
+  }
+  server_ = builder.BuildAndStart();
+  return server_ == nullptr ? absl::InternalError("the gRPC server did not start") : absl::OkStatus();
+}
+
+RpcServer::~RpcServer() {
+  if (server_ == nullptr) return;
+  server_->Shutdown(std::chrono::system_clock::now() + 1s);
+  server_->Wait();
+}
+
+void RpcServer::ServeLocal(UniqueFd connection) {
+  const absl::StatusOr<Peer> peer = PeerOfSocket(connection.get());
+  if (!peer.ok()) return LogRefused("an unknown process", peer.status());
+  Serve(std::move(connection), *peer);
+}
+
+void RpcServer::ServeAnonymous(UniqueFd connection) {
+  Serve(std::move(connection), Peer{.kind = PeerKind::kAnonymous});
+}
+
+void RpcServer::Serve(UniqueFd connection, const Peer& peer) {
+  const absl::StatusOr<int> number = peers_.Adopt(connection.get(), peer);
+  if (!number.ok()) return LogRefused(peer.Principal(), number.status());
+  grpc::AddInsecureChannelFromFd(server_.get(), *number);  // owns the number from here on
+}
+
+void RpcServer::ServeTls(UniqueFd connection) {
+  const std::string account = absl::StrCat("address:", RemoteHost(connection.get()));
+  const absl::StatusOr<int> number = peers_.AdoptUnnamed(connection.get(), account);
+  if (!number.ok()) return LogRefused(account, number.status());
+  grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters parameters;
+  parameters.fd = *number;  // owned by gRPC from here on
+  tls_->HandleNewConnection(&parameters);
+}
+
+void RpcServer::SetServing(bool serving) {
+  grpc::HealthCheckServiceInterface* health = server_->GetHealthCheckService();
+  for (const std::string& service : ServiceNames()) health->SetServingStatus(service, serving);
+  health->SetServingStatus(serving);
+}
+
+}  // namespace tessera::server
