@@ -29,4 +29,9 @@ inline absl::Status ErrnoStatus(absl::StatusCode code, std::string_view what, in
   return absl::Status(code, absl::StrCat(Av(what), ": ", std::strerror(error)));
 }
 
+// A status that is not OK with the path of the field it is about before its message; OK stays OK.
+inline absl::Status InField(std::string_view field, const absl::Status& status) {
+  return absl::Status(status.code(), absl::StrCat(Av(field), ": ", status.message()));
+}
+
 }  // namespace tessera

@@ -59,7 +59,6 @@ SessionLimits LimitsOf(const Settings& settings) {
                        .buffer_bytes_max = static_cast<std::uint64_t>(settings.buffer_bytes_max),
                        .session_buffer_bytes_max = static_cast<std::uint64_t>(settings.session_buffer_bytes_max)};
   if (limits.buffer_bytes_max == 0) limits.buffer_bytes_max = HalfOfMemory();
-  if (limits.session_buffer_bytes_max == 0) limits.session_buffer_bytes_max = limits.buffer_bytes_max;
   return limits;
 }
 
@@ -226,7 +225,8 @@ class Daemon::Parts {
     ASSIGN_OR_RETURN(rpc_server_, RpcServer::Start({.services = {&compute_, &memory_, &*admin_},
                                                     .message_bytes_max = settings_.message_bytes_max,
                                                     .calls_per_connection_max = settings_.calls_per_connection_max,
-                                                    .tls = tls_credentials_},
+                                                    .tls = tls_credentials_,
+                                                    .metrics = &metrics_},
                                                    peers_));
     return absl::OkStatus();
   }

@@ -185,6 +185,7 @@ absl::StatusOr<Round> RunRound(const std::vector<Caller>& callers, int calls) {
 
 double MedianOf(const std::vector<Round>& rounds, double Round::*field) {
   std::vector<double> values;
+  values.reserve(rounds.size());
   for (const Round& round : rounds) values.push_back(round.*field);
   std::sort(values.begin(), values.end());
   return values[values.size() / 2];

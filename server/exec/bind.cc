@@ -157,6 +157,10 @@ absl::Status CheckPair(const GemmCall& call) {
   const DType b = call.b.dtype;
   const bool known = (a == DType::kBf16 && (b == DType::kBf16 || b == DType::kS8)) || (IsFp8(a) && IsFp8(b)) ||
                      (a == DType::kS8 && (b == DType::kS8 || b == DType::kBf16));
+  if (a != DType::kBf16 && a != DType::kS8 && !IsFp8(a)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("op.a.dtype: ", Av(DTypeName(a)), " is no operand's type; they are bf16, e4m3, e5m2 and s8"));
+  }
   if (!known) {
     return absl::InvalidArgumentError(
         absl::StrCat("op.b.dtype: no product of ", Av(DTypeName(a)), " and ", Av(DTypeName(b)),

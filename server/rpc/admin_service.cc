@@ -6,7 +6,7 @@
 
 #include <chrono>
 
-#include "common/status_macros.h"
+#include "common/text.h"
 #include "server/telemetry/log.h"
 
 namespace tessera::server {
@@ -71,9 +71,10 @@ grpc::ServerUnaryReactor* AdminService::SetLogLevel(grpc::CallbackServerContext*
                                                     const v1::SetLogLevelRequest* request,
                                                     v1::SetLogLevelReply* reply) {
   return Answer(context, scope_, RpcMethod::kAdminSetLogLevel, [&](const Peer& peer) -> absl::Status {
-    ASSIGN_OR_RETURN(std::string previous, server::SetLogLevel(request->level()));
-    spdlog::info("log level {} -> {} by {}", previous, request->level(), peer.Principal());
-    reply->set_previous(std::move(previous));
+    absl::StatusOr<std::string> previous = server::SetLogLevel(request->level());
+    if (!previous.ok()) return InField("level", previous.status());
+    spdlog::info("log level {} -> {} by {}", *previous, request->level(), peer.Principal());
+    reply->set_previous(*std::move(previous));
     return absl::OkStatus();
   });
 }

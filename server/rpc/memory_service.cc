@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "common/status_macros.h"
+#include "common/text.h"
 
 namespace tessera::server {
 namespace {
@@ -87,7 +88,7 @@ grpc::ServerUnaryReactor* MemoryService::ReleaseBuffer(grpc::CallbackServerConte
   return Answer(context, scope_, RpcMethod::kMemoryReleaseBuffer, [&](const Peer& peer) -> absl::Status {
     ASSIGN_OR_RETURN(const std::shared_ptr<Session> session, scope_.RequireSession(*context, peer));
     ASSIGN_OR_RETURN(const Id buffer, ParseId(request->buffer_id(), "buffer_id"));
-    return scope_.sessions.ReleaseBuffer(*session, buffer);
+    return InField("buffer_id", scope_.sessions.ReleaseBuffer(*session, buffer));
   });
 }
 

@@ -75,15 +75,18 @@ absl::StatusOr<Peer> RpcScope::Admit(const grpc::CallbackServerContext& context,
 
 absl::StatusOr<std::shared_ptr<Session>> RpcScope::SessionOf(const grpc::CallbackServerContext& context,
                                                              const Peer& peer) const {
-  const auto& metadata = context.client_metadata();
-  const auto found = metadata.find(kSessionMetadata);
-  if (found == metadata.end()) return std::shared_ptr<Session>();
+  const auto [begin, end] = context.client_metadata().equal_range(kSessionMetadata);
+  if (begin == end) return std::shared_ptr<Session>();
+  const std::string field = absl::StrCat("metadata ", kSessionMetadata);
+  if (std::next(begin) != end) return absl::InvalidArgumentError(absl::StrCat(field, ": given twice"));
   Id token;
-  if (!Id::Parse(std::string_view(found->second.data(), found->second.size()), token)) {
+  if (!Id::Parse(std::string_view(begin->second.data(), begin->second.size()), token)) {
     return absl::InvalidArgumentError(
-        absl::StrCat("metadata ", kSessionMetadata, ": ", found->second.size(), " bytes; a token has ", Id::kBytes));
+        absl::StrCat(field, ": ", begin->second.size(), " bytes; a token has ", Id::kBytes));
   }
-  return sessions.FindSession(peer, token);
+  absl::StatusOr<std::shared_ptr<Session>> session = sessions.FindSession(peer, token);
+  if (!session.ok()) return InField(field, session.status());
+  return session;
 }
 
 absl::StatusOr<std::shared_ptr<Session>> RpcScope::RequireSession(const grpc::CallbackServerContext& context,

@@ -11,6 +11,7 @@
 #include "common/status_macros.h"
 #include "common/text.h"
 #include "server/rpc/grpc_log.h"
+#include "server/rpc/unreadable_request.h"
 #include "server/session/tcp_listener.h"
 #include "tessera/v1/admin.grpc.pb.h"
 #include "tessera/v1/compute.grpc.pb.h"
@@ -50,6 +51,7 @@ absl::Status RpcServer::Build() {
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 5000);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   for (grpc::Service* service : options_.services) builder.RegisterService(service);
+  builder.experimental().SetInterceptorCreators(AnswerUnreadableRequests(*options_.metrics));
   if (options_.tls != nullptr) {
     tls_ = builder.experimental().AddExternalConnectionAcceptor(
         grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD, options_.tls);

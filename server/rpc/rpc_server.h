@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "common/unique_fd.h"
 #include "server/session/peer.h"
+#include "server/telemetry/metrics.h"
 
 namespace tessera::server {
 
@@ -19,6 +20,7 @@ struct RpcServerOptions {
   std::int64_t message_bytes_max = 0;
   std::int64_t calls_per_connection_max = 0;
   std::shared_ptr<grpc::ServerCredentials> tls;  // null: ServeTls is not called
+  Metrics* metrics = nullptr;                    // counts requests that no handler gets to see; outlives the server
 };
 
 class RpcServer {

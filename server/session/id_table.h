@@ -38,9 +38,9 @@ class IdTable {
     return *slot.value;
   }
 
-  // FAILED_PRECONDITION for an id of a former daemon process, NOT_FOUND for any other stranger.
+  // FAILED_PRECONDITION for an id of a former daemon process, NOT_FOUND for any other stranger. No epoch is 0.
   absl::StatusOr<T*> Find(const Id& id) {
-    if (id.epoch != epoch_) {
+    if (id.epoch != epoch_ && id.epoch != 0) {
       return absl::FailedPreconditionError(absl::StrCat(
           Av(what_), " id is of a former daemon process: open a new session and register its buffers again"));
     }

@@ -96,7 +96,7 @@ absl::StatusOr<BufferPin> SessionTable::ExportBuffer(const Id& lease, const Id& 
   ASSIGN_OR_RETURN(std::shared_ptr<Session> * session, sessions_.Find(holder->session));
   ASSIGN_OR_RETURN(OwnedBuffer * owned, FindOwned(**session, buffer));
   if (owned->buffer->origin() != BufferOrigin::kAllocated) {
-    return absl::FailedPreconditionError("buffer_id: imported memory; its descriptor is the client's own");
+    return absl::FailedPreconditionError("imported memory; its descriptor is the client's own");
   }
   return BufferPin(owned->buffer);
 }
@@ -108,11 +108,15 @@ absl::StatusOr<Id> SessionTable::OpenSession(const Peer& peer, const Id& lease, 
   session->label_ = label;
   session->lease_ = lease;
   session->lane_ = make_lane_();
-  session->budget_ =
-      std::make_shared<ByteBudget>(Limit::kSessionBufferBytes, limits_.session_buffer_bytes_max, metrics_, budget_);
+  session->budget_ = limits_.session_buffer_bytes_max == 0
+                         ? budget_
+                         : std::make_shared<ByteBudget>(Limit::kSessionBufferBytes, limits_.session_buffer_bytes_max,
+                                                        metrics_, budget_);
 
   const std::lock_guard<std::mutex> lock(mutex_);
-  ASSIGN_OR_RETURN(Lease * holder, leases_.Find(lease));
+  const absl::StatusOr<Lease*> found = leases_.Find(lease);
+  if (!found.ok()) return InField("lease", found.status());
+  Lease* const holder = *found;
   if (!SamePrincipal(holder->peer, peer)) return absl::PermissionDeniedError("lease: belongs to another principal");
   if (!(holder->session == Id{})) return absl::AlreadyExistsError("lease: a session was opened on it before");
   const std::string principal = peer.Principal();

@@ -76,7 +76,7 @@ struct SessionLimits {
   std::uint64_t leases_per_principal_max = ~std::uint64_t{0};
   std::uint64_t buffers_per_session_max = 0;
   std::uint64_t buffer_bytes_max = 0;          // of all sessions together
-  std::uint64_t session_buffer_bytes_max = 0;  // of one session
+  std::uint64_t session_buffer_bytes_max = 0;  // of one session; 0 = no limit of its own
 };
 
 struct BufferRow {

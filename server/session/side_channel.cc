@@ -93,7 +93,7 @@ class SideConnection : public std::enable_shared_from_this<SideConnection> {
     Id id;
     if (!Id::Parse(buffer_id, id)) return absl::InvalidArgumentError("fetch_descriptor.buffer_id: must be 16 bytes");
     auto exported = sessions_.ExportBuffer(lease_, id);
-    if (!exported.ok()) return exported.status();
+    if (!exported.ok()) return InField("fetch_descriptor.buffer_id", exported.status());
     pin = *std::move(exported);
     reply.mutable_descriptor_passed()->set_byte_offset(0);
     reply.mutable_descriptor_passed()->set_bytes(pin->bytes());

@@ -13,11 +13,14 @@
 #include <optional>
 #include <utility>
 
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "common/text.h"
 
 namespace tessera::server {
 namespace {
+
+constexpr std::size_t kShownMax = 32;  // bytes of a caller's text in a message
 
 enum class LineFormat { kText, kJson };
 
@@ -46,8 +49,8 @@ absl::StatusOr<spdlog::level::level_enum> ParseLevel(std::string_view name) {
   for (const LevelRow& row : kLevels) {
     if (row.name == name) return row.level;
   }
-  return absl::InvalidArgumentError(
-      absl::StrCat("log level '", Av(name), "' is none of trace, debug, info, warn, error and off"));
+  return absl::InvalidArgumentError(absl::StrCat("log level '", absl::CEscape(Av(name.substr(0, kShownMax))),
+                                                 "' is none of trace, debug, info, warn, error and off"));
 }
 
 std::optional<LineFormat> ParseFormat(std::string_view name) {

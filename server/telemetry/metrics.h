@@ -14,12 +14,22 @@
 
 namespace tessera::server {
 
+// The number of values of a label that metrics.def defines.
+template <typename Label>
+inline constexpr std::size_t kLabelValues = 0;
+
 // The label vocabularies: one enum class and its texts per TESSERA_LABEL row.
 #define TESSERA_VALUE(constant, text) constant,
 #define TESSERA_LABEL(type, label, values)   \
   enum class type : std::uint8_t { values }; \
   std::string_view LabelText(type value);
 #define TESSERA_RUNTIME_LABEL(type, label, values) enum class type : std::size_t {};
+#include "server/telemetry/metrics.def"
+
+#define TESSERA_VALUE(constant, text) +1
+#define TESSERA_LABEL(type, label, values) \
+  template <>                              \
+  inline constexpr std::size_t kLabelValues<type> = values;
 #include "server/telemetry/metrics.def"
 
 struct MetricsOptions {

@@ -167,8 +167,12 @@ class ConnectionIdentityTest : public ::testing::Test {
   static constexpr int kNumbers = 4;
 
   void SetUp() override {
-    auto server = server::RpcServer::Start(
-        {.services = {&service_}, .message_bytes_max = 1 << 20, .calls_per_connection_max = 100}, peers_);
+    auto server = server::RpcServer::Start({.services = {&service_},
+                                            .message_bytes_max = 1 << 20,
+                                            .calls_per_connection_max = 100,
+                                            .tls = nullptr,
+                                            .metrics = &metrics_},
+                                           peers_);
     ASSERT_TRUE(server.ok()) << Text(server.status());
     server_ = *std::move(server);
   }
