@@ -6,12 +6,10 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <boost/asio/executor_work_guard.hpp>
 #include <boost/asio/io_context.hpp>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <limits>
 #include <mutex>
 #include <optional>
 #include <thread>
@@ -225,6 +223,7 @@ class Daemon::Parts {
     ASSIGN_OR_RETURN(rpc_server_, RpcServer::Start({.services = {&compute_, &memory_, &*admin_},
                                                     .message_bytes_max = settings_.message_bytes_max,
                                                     .calls_per_connection_max = settings_.calls_per_connection_max,
+                                                    .memory_bytes_max = settings_.rpc_memory_bytes_max,
                                                     .tls = tls_credentials_,
                                                     .metrics = &metrics_},
                                                    peers_));

@@ -17,7 +17,7 @@ packages=(
   libgrpc++-dev libprotobuf-dev protobuf-compiler protobuf-compiler-grpc libabsl-dev libssl-dev
   libboost-dev prometheus-cpp-dev libspdlog-dev libyaml-cpp-dev libcli11-dev nlohmann-json3-dev
   libgtest-dev libgmock-dev libbenchmark-dev
-  clang-format-16
+  clang-format-16 clang-tidy-16 clang-16 libclang-rt-16-dev
 )
 
 missing=()

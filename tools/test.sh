@@ -2,8 +2,8 @@
 # Builds and runs the tests.
 #
 #   tools/test.sh          unit and end-to-end tests on the cpu backend; at most 10 minutes from nothing
-#   tools/test.sh --all    what CI runs: these, the formatting check, the quick start both ways, and the concurrency and
-#                          memory tests again under AddressSanitizer and ThreadSanitizer
+#   tools/test.sh --all    what CI runs: these, formatting, lint, the suite under AddressSanitizer, concurrency under
+#                          ThreadSanitizer, a minute of fuzzing, the quick start both ways; under an hour on two cores
 #
 # Without root: have an administrator run tools/install_packages.sh once; everything else needs no privileges.
 set -euo pipefail
@@ -24,8 +24,10 @@ tools/build.sh cpu
 ctest --preset cpu -j "$(nproc)"
 
 if [ "$all" = 1 ]; then
+  tools/lint.sh
   tools/sanitize.sh address
   tools/sanitize.sh thread
+  tools/fuzz.sh
   echo "quick start, then quick start with a damaged result"
   tools/quickstart.sh >build/quickstart.log 2>&1 || { tail -20 build/quickstart.log; exit 1; }
   tail -8 build/quickstart.log

@@ -57,6 +57,12 @@ std::optional<std::uint64_t> SpanBytes(const TensorRef& ref) {
   return static_cast<std::uint64_t>(bytes);
 }
 
+// A stride as kernels get it: 0 in a view without elements, where the client's may be anything. Kernels step over the
+// rows of A and B even if K is 0.
+std::int64_t WalkedStride(const TensorRef& ref, int dim) {
+  return HasElements(ref) ? ref.stride[dim] : 0;
+}
+
 std::string ShapeText(const TensorRef& ref) {
   std::string text = "[";
   for (int i = 0; i < ref.rank; ++i) absl::StrAppend(&text, i == 0 ? "" : ", ", ref.shape[i]);
@@ -121,7 +127,8 @@ class Binder {
     view.bytes.shape = ref.shape;
     // Cannot overflow where the extent is over 1: SpanBytes bounds it. Elsewhere the stride is never walked.
     for (int i = 0; i < ref.rank; ++i) {
-      view.bytes.stride_bytes[i] = ref.shape[i] > 1 ? ref.stride[i] * static_cast<std::int64_t>(element_bytes) : 0;
+      view.bytes.stride_bytes[i] =
+          ref.shape[i] > 1 ? WalkedStride(ref, i) * static_cast<std::int64_t>(element_bytes) : 0;
     }
     return view;
   }
@@ -233,14 +240,15 @@ absl::Status BindBatch(const TensorRef& d, const TensorRef& ref, GemmMatrix& mat
       return Invalid(ref, absl::StrCat(".shape[", i, "]"),
                      absl::StrCat("batch extent ", extent, "; op.d has ", d.shape[d_dim]));
     }
-    matrix.batch_stride[kGemmBatchDimsMax - d_dims + d_dim] = extent == 1 ? 0 : ref.stride[i];
+    matrix.batch_stride[kGemmBatchDimsMax - d_dims + d_dim] = extent == 1 ? 0 : WalkedStride(ref, i);
   }
   return absl::OkStatus();
 }
 
 GemmMatrix MatrixOf(const BoundView& view) {
   const TensorRef& ref = *view.ref;
-  return {.data = view.data, .row_stride = ref.stride[ref.rank - 2], .col_stride = ref.stride[ref.rank - 1]};
+  return {
+      .data = view.data, .row_stride = WalkedStride(ref, ref.rank - 2), .col_stride = WalkedStride(ref, ref.rank - 1)};
 }
 
 // Which of an operand's last two dimensions is the contiguous one; for a view where neither is, the finer one.

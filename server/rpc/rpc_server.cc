@@ -47,6 +47,10 @@ absl::Status RpcServer::Build() {
   builder.SetMaxReceiveMessageSize(static_cast<int>(options_.message_bytes_max));
   builder.SetMaxSendMessageSize(static_cast<int>(options_.message_bytes_max));
   builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, static_cast<int>(options_.calls_per_connection_max));
+  // Else whoever sends half of many large messages could fill the machine's memory.
+  grpc::ResourceQuota quota("tesserad");
+  quota.Resize(static_cast<std::size_t>(options_.memory_bytes_max));
+  builder.SetResourceQuota(quota);
   // A client may keep its connection alive during a long call; gRPC's default would answer with GOAWAY.
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 5000);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);

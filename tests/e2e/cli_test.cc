@@ -84,6 +84,46 @@ TEST_F(CliTest, Status) {
   EXPECT_EQ(status["backends"].size(), 3U);
 }
 
+TEST_F(CliTest, TalksOverTcp) {
+  StartDaemon({{"tcp_address", "127.0.0.1:0"}, {"tcp_plaintext", "true"}});
+  const std::vector<std::string> tcp = {TESSERA_CLI, "--address", daemon().tcp_address(), "--plaintext"};
+  const auto over_tcp = [&](std::vector<std::string> arguments) {
+    arguments.insert(arguments.begin(), tcp.begin(), tcp.end());
+    return RunProgram(arguments);
+  };
+  const Finished status = over_tcp({"status"});
+  EXPECT_EQ(status.code, 0) << status.err;
+  EXPECT_THAT(status.out, HasSubstr("anonymous"));
+  const Finished gemm = over_tcp({"gemm", "-m", "50", "-n", "40", "-k", "30", "--pair", "s8_s8", "--layout", "TT",
+                                  "--scales", "row_col", "--bias", "--check"});
+  EXPECT_EQ(gemm.code, 0) << gemm.out << gemm.err;
+  EXPECT_THAT(gemm.out, HasSubstr("ok, worst error"));
+  const Finished large = over_tcp({"gemm", "-m", "1024", "-n", "16", "-k", "1024"});
+  EXPECT_EQ(large.code, 1);
+  EXPECT_THAT(large.err, HasSubstr("inline_bytes_max"));
+  const Finished config = over_tcp({"config"});
+  EXPECT_EQ(config.code, 1);
+  EXPECT_THAT(config.err, HasSubstr("anonymous is no administrator"));
+}
+
+TEST_F(CliTest, TcpOptionsGoTogether) {
+  for (const std::vector<std::string>& arguments :
+       {std::vector<std::string>{"--plaintext", "status"}, {"--ca", "x", "status"}, {"--key", "x", "status"}}) {
+    std::vector<std::string> command = arguments;
+    command.insert(command.begin(), TESSERA_CLI);
+    const Finished run = RunProgram(command);
+    EXPECT_EQ(run.code, 2) << arguments[0];
+    EXPECT_THAT(run.err, HasSubstr("--address")) << arguments[0];
+  }
+  const Finished no_files = RunProgram({TESSERA_CLI, "--address", "127.0.0.1:1", "status"});
+  EXPECT_EQ(no_files.code, 1);
+  EXPECT_THAT(no_files.err, HasSubstr("cannot read the CA file"));
+  const Finished nobody =
+      RunProgram({TESSERA_CLI, "--address", "127.0.0.1:1", "--plaintext", "--timeout-ms", "300", "status"});
+  EXPECT_EQ(nobody.code, 3);
+  EXPECT_THAT(nobody.err, HasSubstr("no daemon answers at 127.0.0.1:1"));
+}
+
 TEST_F(CliTest, GemmOnRandomDataIsChecked) {
   const Finished table = Tessera({"gemm", "-m", "50", "-n", "40", "-k", "30", "--check"});
   EXPECT_EQ(table.code, 0) << table.out << table.err;
