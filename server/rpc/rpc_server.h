@@ -19,7 +19,7 @@ struct RpcServerOptions {
   std::vector<grpc::Service*> services;  // outlive the server
   std::int64_t message_bytes_max = 0;
   std::int64_t calls_per_connection_max = 0;
-  std::int64_t memory_bytes_max = 0;  // of messages on the way in and out, all connections together
+  std::int64_t memory_bytes_max = 0;             // of messages on the way in and out, all connections together
   std::shared_ptr<grpc::ServerCredentials> tls;  // null: ServeTls is not called
   Metrics* metrics = nullptr;                    // counts requests that no handler gets to see; outlives the server
 };

@@ -170,7 +170,7 @@ class ConnectionIdentityTest : public ::testing::Test {
     auto server = server::RpcServer::Start({.services = {&service_},
                                             .message_bytes_max = 1 << 20,
                                             .calls_per_connection_max = 100,
-         .memory_bytes_max = 64 << 20,
+                                            .memory_bytes_max = 64 << 20,
                                             .tls = nullptr,
                                             .metrics = &metrics_},
                                            peers_);
