@@ -5,8 +5,11 @@
 #include <spdlog/spdlog.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <future>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -20,6 +23,7 @@ namespace tessera::server {
 namespace {
 
 constexpr int kExitUnfinished = 3;  // grace was over before all work had finished
+constexpr std::chrono::seconds kStopPatience{3};
 
 sigset_t BlockTerminationSignals() {
   sigset_t signals;
@@ -28,6 +32,18 @@ sigset_t BlockTerminationSignals() {
   sigaddset(&signals, SIGINT);
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);  // inherited by every thread that starts later
   return signals;
+}
+
+// Ends the daemon's parts, which then have nothing left to do. False if that takes longer than `patience`: gRPC may
+// wait for clients that do not read their answers, and for seconds after those that read slowly. Exit at once then.
+bool StopWithin(std::unique_ptr<Daemon> daemon, std::chrono::seconds patience) {
+  std::promise<void> stopped;
+  const std::future<void> is_stopped = stopped.get_future();
+  std::thread([parts = std::move(daemon), done = std::move(stopped)]() mutable {
+    parts.reset();
+    done.set_value();
+  }).detach();
+  return is_stopped.wait_for(patience) == std::future_status::ready;
 }
 
 int Serve(const LoadedSettings& settings) {
@@ -61,9 +77,12 @@ int Serve(const LoadedSettings& settings) {
     spdlog::shutdown();
     _exit(kExitUnfinished);
   }
-  daemon->reset();
+  (*daemon)->RemoveSockets();
+  const bool stopped = StopWithin(*std::move(daemon), kStopPatience);
   spdlog::info("drained");
-  return EXIT_SUCCESS;
+  if (stopped) return EXIT_SUCCESS;
+  spdlog::shutdown();
+  _exit(EXIT_SUCCESS);
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
 #
 #   tools/lint.sh          what differs from origin/main; where nothing does, as on main itself, the last 20 commits
 #   tools/lint.sh REV      what differs from REV
-#   tools/lint.sh --all    every source: some 20 seconds of CPU each
+#   tools/lint.sh --all    every source: up to 15 seconds of CPU each
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

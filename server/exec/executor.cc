@@ -149,10 +149,10 @@ void Executor::Submit(Operation operation) {
   pending->report.variant = kernels::GemmVariants()[plan->variant].info.id;
   pending->report.source = plan->source;
   pending->report.split = plan->split;
-  Enqueue(std::move(pending));
+  Enqueue(pending);
 }
 
-void Executor::Enqueue(std::shared_ptr<Pending> pending) {
+void Executor::Enqueue(const std::shared_ptr<Pending>& pending) {
   if (spdlog::should_log(spdlog::level::trace)) LogPlan(pending->operation.gemm.problem, pending->report);
   // Calls without a session are not ordered among themselves: each has a stream of its own.
   const std::shared_ptr<Stream> stream =
@@ -160,7 +160,7 @@ void Executor::Enqueue(std::shared_ptr<Pending> pending) {
   Job job;
   job.workspace_bytes = pending->plan.workspace_bytes;
   job.scalar_operations = pending->operation.gemm.ScalarOperations();
-  job.admit = [this, pending]() -> absl::Status {
+  job.admit = [pending]() -> absl::Status {
     const Operation& op = pending->operation;
     if (op.session != nullptr && op.session->ended()) {
       return absl::CancelledError("the session ended before the launch");

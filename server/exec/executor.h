@@ -85,7 +85,7 @@ class Executor {
   absl::StatusOr<Device*> ChooseDevice(const Operation& operation) const;
   absl::Status Admit(Lane* lane);
   void Leave(Lane* lane);
-  void Enqueue(std::shared_ptr<Pending> pending);
+  void Enqueue(const std::shared_ptr<Pending>& pending);
   void Finish(Pending& pending, const JobResult& result);
 
   const ExecutorOptions options_;

@@ -6,6 +6,7 @@
 #include <spdlog/spdlog.h>
 
 #include <chrono>
+#include <future>
 
 #include "absl/strings/str_cat.h"
 #include "common/status_macros.h"
@@ -66,8 +67,13 @@ absl::Status RpcServer::Build() {
 
 RpcServer::~RpcServer() {
   if (server_ == nullptr) return;
-  server_->Shutdown(std::chrono::system_clock::now() + 1s);
-  server_->Wait();
+  const std::future<void> stopped = std::async(std::launch::async, [this] {
+    server_->Shutdown(std::chrono::system_clock::now() + 1s);
+    server_->Wait();
+  });
+  // An answer that its client does not read is a write without an end, for which gRPC would wait.
+  if (stopped.wait_for(1500ms) != std::future_status::ready) peers_.HangUp();
+  stopped.wait();
 }
 
 void RpcServer::ServeLocal(UniqueFd connection) {

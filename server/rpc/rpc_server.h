@@ -29,7 +29,8 @@ class RpcServer {
   // Health checks and reflection are served besides. `peers` outlives the server.
   static absl::StatusOr<std::unique_ptr<RpcServer>> Start(const RpcServerOptions& options, PeerRegistry& peers);
 
-  // Stops taking calls and waits for those that are running; a second for those of streams.
+  // Stops taking calls and waits for those that are running; a second for those of streams, and a little longer for
+  // clients to read their answers.
   ~RpcServer();
 
   // Each takes one accepted, non-blocking connection. What cannot be served is closed, and logged.

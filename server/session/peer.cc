@@ -161,6 +161,12 @@ std::size_t PeerRegistry::CountOpen() {
   return connections_.size();
 }
 
+void PeerRegistry::HangUp() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ForgetClosed();
+  for (const auto& [number, connection] : connections_) ::shutdown(number, SHUT_RDWR);  // its owner closes it
+}
+
 void PeerRegistry::ForgetClosed() {
   std::erase_if(connections_, [](const auto& entry) { return SocketOf(entry.first) != entry.second.socket; });
 }

@@ -79,6 +79,9 @@ class PeerRegistry {
 
   std::size_t CountOpen();
 
+  // Ends every connection under whatever is still to be read or written on it.
+  void HangUp();
+
  private:
   struct Connection {
     std::optional<Peer> peer;

@@ -39,7 +39,7 @@ class TensorFileTest : public ::testing::Test {
   std::string Path(std::string_view name) const { return absl::StrCat(folder_, "/", Av(name)); }
 
   std::string Store(std::string_view name, std::string_view bytes) const {
-    const std::string path = Path(name);
+    std::string path = Path(name);
     std::ofstream(path, std::ios::binary) << bytes;
     return path;
   }

@@ -100,7 +100,7 @@ class BadMemoryInputTest : public BadInputFixture {
   template <typename Stub, typename Request, typename Reply>
   Call With(Stub& stub, grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&, Reply*), Request request,
             std::optional<std::string> token = std::nullopt) {
-    return [&stub, method, request, token] {
+    return [&stub, method, request = std::move(request), token = std::move(token)] {
       Reply reply;
       return (stub.*method)(Context(token).get(), request, &reply);
     };

@@ -22,7 +22,7 @@ CertificateAuthority::CertificateAuthority()
 }
 
 CertificateFiles CertificateAuthority::Issue(const std::string& name, const std::string& subject) const {
-  const CertificateFiles files{.certificate = directory_.File(name + ".pem"), .key = directory_.File(name + ".key")};
+  CertificateFiles files{.certificate = directory_.File(name + ".pem"), .key = directory_.File(name + ".key")};
   const std::string request = directory_.File(name + ".csr");
   const std::string extensions = directory_.File("extensions");
   std::ofstream(extensions) << "subjectAltName=DNS:localhost,IP:127.0.0.1\n";

@@ -223,6 +223,18 @@ TEST_F(PeerTest, UnnamedConnectionsCountForTheirAccountAndHaveNoPeer) {
   EXPECT_TRUE(peers.AdoptUnnamed(NewConnection().get(), "address:10.0.0.7").ok());
 }
 
+TEST_F(PeerTest, HangingUpEndsEveryConnection) {
+  PeerRegistry peers(kPlenty, metrics_);
+  const auto number = peers.Adopt(near_.get(), kPeer);
+  ASSERT_TRUE(number.ok());
+  const UniqueFd adopted(*number);
+  near_.Reset();
+  peers.HangUp();
+  char byte = 0;
+  EXPECT_EQ(::recv(far_.get(), &byte, 1, MSG_DONTWAIT), 0) << "the other end is told";
+  EXPECT_EQ(::send(*number, "x", 1, MSG_NOSIGNAL), -1);
+}
+
 // The daemon's own descriptors may take a number whose connection is gone.
 TEST_F(PeerTest, AnotherFileUnderTheNumberIsNotTheConnection) {
   PeerRegistry peers({.connections_max = 1, .connections_per_principal_max = 1}, metrics_);
