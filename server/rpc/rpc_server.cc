@@ -48,6 +48,9 @@ absl::Status RpcServer::Build() {
   builder.SetMaxReceiveMessageSize(static_cast<int>(options_.message_bytes_max));
   builder.SetMaxSendMessageSize(static_cast<int>(options_.message_bytes_max));
   builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, static_cast<int>(options_.calls_per_connection_max));
+  // A message of kilobytes may decompress to gigabytes, and gRPC checks its size only then.
+  builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_DEFLATE, false);
+  builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_GZIP, false);
   // Else whoever sends half of many large messages could fill the machine's memory.
   grpc::ResourceQuota quota("tesserad");
   quota.Resize(static_cast<std::size_t>(options_.memory_bytes_max));
