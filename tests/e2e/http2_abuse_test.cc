@@ -294,8 +294,9 @@ TEST_F(Http2AbuseTest, HeaderBombsAreRefused) {
   ExpectGrowthBelow(32 * kMiB);
 }
 
-// gRPC limits the headers of each frame, not of the whole block; so the daemon holds what it is sent, and no more.
-TEST_F(Http2AbuseTest, HeadersWithoutAnEndTakeNoMoreThanWasSent) {
+// gRPC limits the headers of each frame, not of the whole block: the daemon holds what it is sent. (Fields that refer
+// to the table of earlier ones take more than they send: docs/decisions/0008-what-grpc-leaves-open.md.)
+TEST_F(Http2AbuseTest, LiteralHeadersWithoutAnEndTakeNoMoreThanWasSent) {
   ASSERT_NO_FATAL_FAILURE(Start());
   for (const std::size_t bytes : {1, 8000}) {
     SCOPED_TRACE(bytes);
