@@ -14,7 +14,7 @@ seconds=${1:-60}
 bound_percent_min=5
 max_len=4096 # bytes; room for inline data on both sides of the harness's limit in every tensor
 
-tools/install_packages.sh
+tools/install_packages.sh --all
 tools/build.sh fuzz gemm_request_fuzzer
 build=build/fuzz
 fuzzer=$build/tests/fuzz/gemm_request_fuzzer

@@ -3,12 +3,13 @@
 # there; without root it prints the command that an administrator would run.
 #
 #   tools/install_packages.sh            build and test
-#   tools/install_packages.sh --check    only say what is missing (exit 1 if anything is)
+#   tools/install_packages.sh --all      and lint and fuzz, for tools/test.sh --all
+#   tools/install_packages.sh --check    only say what of the first is missing (exit 1 if anything is)
 set -euo pipefail
 
 case "${1:-}" in
-  "" | --check) ;;
-  -h | --help) sed -n '2,6s/^# \{0,1\}//p' "$0"; exit 0 ;;
+  "" | --all | --check) ;;
+  -h | --help) sed -n '2,7s/^# \{0,1\}//p' "$0"; exit 0 ;;
   *) echo "install_packages: unknown argument $1 (try --help)" >&2; exit 2 ;;
 esac
 
@@ -17,8 +18,9 @@ packages=(
   libgrpc++-dev libprotobuf-dev protobuf-compiler protobuf-compiler-grpc libabsl-dev libssl-dev
   libboost-dev prometheus-cpp-dev libspdlog-dev libyaml-cpp-dev libcli11-dev nlohmann-json3-dev
   libgtest-dev libgmock-dev libbenchmark-dev
-  clang-format-16 clang-tidy-16 clang-16 libclang-rt-16-dev
+  clang-format-16
 )
+[ "${1:-}" = "--all" ] && packages+=(clang-tidy-16 clang-16 libclang-rt-16-dev)
 
 missing=()
 for package in "${packages[@]}"; do

@@ -18,8 +18,12 @@ for argument in "$@"; do
   esac
 done
 
-tools/install_packages.sh
-[ "$all" = 1 ] && tools/format.sh --check
+if [ "$all" = 1 ]; then
+  tools/install_packages.sh --all
+  tools/format.sh --check
+else
+  tools/install_packages.sh
+fi
 tools/build.sh cpu
 ctest --preset cpu -j "$(nproc)"
 
