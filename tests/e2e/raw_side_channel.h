@@ -15,6 +15,7 @@
 #include "common/paths.h"
 #include "common/unique_fd.h"
 #include "tessera/v1/side_channel.pb.h"
+#include "tests/server/session/posix_fixtures.h"
 
 namespace tessera::e2e {
 
@@ -34,21 +35,7 @@ class RawSideChannel {
 
   // The answer to one datagram with any number of descriptors.
   v1::SideReply Ask(const std::string& bytes, const std::vector<int>& fds = {}) {
-    iovec io{const_cast<char*>(bytes.data()), bytes.size()};
-    msghdr header{};
-    header.msg_iov = &io;
-    header.msg_iovlen = 1;
-    std::vector<char> control(CMSG_SPACE(sizeof(int) * fds.size()));
-    if (!fds.empty()) {
-      header.msg_control = control.data();
-      header.msg_controllen = control.size();
-      cmsghdr* c = CMSG_FIRSTHDR(&header);
-      c->cmsg_level = SOL_SOCKET;
-      c->cmsg_type = SCM_RIGHTS;
-      c->cmsg_len = CMSG_LEN(sizeof(int) * fds.size());
-      std::memcpy(CMSG_DATA(c), fds.data(), sizeof(int) * fds.size());
-    }
-    EXPECT_EQ(::sendmsg(fd_.get(), &header, MSG_NOSIGNAL), static_cast<ssize_t>(bytes.size())) << std::strerror(errno);
+    EXPECT_EQ(server::SendDatagram(fd_.get(), bytes, fds), static_cast<ssize_t>(bytes.size())) << std::strerror(errno);
     return Receive();
   }
 

@@ -4,14 +4,17 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <iterator>
 #include <string>
+#include <vector>
 
 #include "common/unique_fd.h"
 
@@ -32,6 +35,25 @@ inline UniqueFd Duplicate(const UniqueFd& fd) {
 // The same file with other access, such as O_RDONLY.
 inline UniqueFd Reopen(const UniqueFd& fd, int flags) {
   return UniqueFd(::open(("/proc/self/fd/" + std::to_string(fd.get())).c_str(), flags | O_CLOEXEC));
+}
+
+// One datagram with any number of descriptors; what the system said.
+inline ssize_t SendDatagram(int socket, const std::string& bytes, const std::vector<int>& fds) {
+  iovec io{const_cast<char*>(bytes.data()), bytes.size()};
+  msghdr header{};
+  header.msg_iov = &io;
+  header.msg_iovlen = 1;
+  std::vector<char> control(CMSG_SPACE(sizeof(int) * fds.size()));
+  if (!fds.empty()) {
+    header.msg_control = control.data();
+    header.msg_controllen = control.size();
+    cmsghdr* c = CMSG_FIRSTHDR(&header);
+    c->cmsg_level = SOL_SOCKET;
+    c->cmsg_type = SCM_RIGHTS;
+    c->cmsg_len = CMSG_LEN(sizeof(int) * fds.size());
+    std::memcpy(CMSG_DATA(c), fds.data(), sizeof(int) * fds.size());
+  }
+  return ::sendmsg(socket, &header, MSG_NOSIGNAL);
 }
 
 inline std::size_t OpenDescriptors() {

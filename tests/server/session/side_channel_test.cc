@@ -64,21 +64,7 @@ class Client {
 
   // One datagram with any number of descriptors; what the system said.
   ssize_t TrySend(const std::string& bytes, const std::vector<int>& fds = {}) const {
-    iovec io{const_cast<char*>(bytes.data()), bytes.size()};
-    msghdr header{};
-    header.msg_iov = &io;
-    header.msg_iovlen = 1;
-    std::vector<char> control(CMSG_SPACE(sizeof(int) * fds.size()));
-    if (!fds.empty()) {
-      header.msg_control = control.data();
-      header.msg_controllen = control.size();
-      cmsghdr* c = CMSG_FIRSTHDR(&header);
-      c->cmsg_level = SOL_SOCKET;
-      c->cmsg_type = SCM_RIGHTS;
-      c->cmsg_len = CMSG_LEN(sizeof(int) * fds.size());
-      std::memcpy(CMSG_DATA(c), fds.data(), sizeof(int) * fds.size());
-    }
-    return ::sendmsg(socket_.get(), &header, MSG_NOSIGNAL);
+    return SendDatagram(socket_.get(), bytes, fds);
   }
 
   // The next reply; nullopt at the end of the connection.
