@@ -30,7 +30,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kRounds = 5;            // medians of these
-constexpr int kCallsPerRound = 4000;  // of all clients together
+constexpr int kCallsPerRound = 4000;  // of all clients together, to each side
+constexpr int kSlices = 8;            // of a round, the two sides in turn: both see the same machine
 constexpr int kRssWarmUpCalls = 10000;
 constexpr int kRssCalls = 100000;
 
@@ -154,34 +155,46 @@ struct Round {
   double rate = 0;  // calls a second, all clients
 };
 
-// Every client calls back to back until `calls` are done.
-absl::StatusOr<Round> RunRound(const std::vector<Caller>& callers, int calls) {
-  std::vector<std::vector<double>> latencies(callers.size());
-  std::vector<absl::Status> statuses(callers.size());
-  std::vector<std::thread> threads;
-  const int each = calls / static_cast<int>(callers.size());
-  const Clock::time_point start = Clock::now();
-  for (std::size_t i = 0; i < callers.size(); ++i) {
-    threads.emplace_back([&, i] {
-      for (int call = 0; call < each && statuses[i].ok(); ++call) {
-        const Clock::time_point begin = Clock::now();
-        statuses[i] = callers[i].Call();
-        latencies[i].push_back(std::chrono::duration<double, std::micro>(Clock::now() - begin).count());
-      }
-    });
+// What one side did in a round.
+class Tally {
+ public:
+  // Every client calls back to back, `calls` in all.
+  absl::Status Run(const std::vector<Caller>& callers, int calls) {
+    std::vector<std::vector<double>> latencies(callers.size());
+    std::vector<absl::Status> statuses(callers.size());
+    std::vector<std::thread> threads;
+    const int each = calls / static_cast<int>(callers.size());
+    const Clock::time_point start = Clock::now();
+    for (std::size_t i = 0; i < callers.size(); ++i) {
+      threads.emplace_back([&, i] {
+        for (int call = 0; call < each && statuses[i].ok(); ++call) {
+          const Clock::time_point begin = Clock::now();
+          statuses[i] = callers[i].Call();
+          latencies[i].push_back(std::chrono::duration<double, std::micro>(Clock::now() - begin).count());
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    seconds_ += std::chrono::duration<double>(Clock::now() - start).count();
+    for (std::size_t i = 0; i < callers.size(); ++i) {
+      RETURN_IF_ERROR(statuses[i]);
+      latencies_us_.insert(latencies_us_.end(), latencies[i].begin(), latencies[i].end());
+    }
+    return absl::OkStatus();
   }
-  for (std::thread& thread : threads) thread.join();
-  const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
-  std::vector<double> all;
-  for (std::size_t i = 0; i < callers.size(); ++i) {
-    RETURN_IF_ERROR(statuses[i]);
-    all.insert(all.end(), latencies[i].begin(), latencies[i].end());
+
+  Round Result() {
+    std::sort(latencies_us_.begin(), latencies_us_.end());
+    const std::size_t count = latencies_us_.size();
+    return {.p50_us = latencies_us_[count / 2],
+            .p99_us = latencies_us_[count * 99 / 100],
+            .rate = static_cast<double>(count) / seconds_};
   }
-  std::sort(all.begin(), all.end());
-  return Round{.p50_us = all[all.size() / 2],
-               .p99_us = all[all.size() * 99 / 100],
-               .rate = static_cast<double>(all.size()) / seconds};
-}
+
+ private:
+  std::vector<double> latencies_us_;
+  double seconds_ = 0;
+};
 
 double MedianOf(const std::vector<Round>& rounds, double Round::*field) {
   std::vector<double> values;
@@ -215,24 +228,27 @@ absl::StatusOr<nlohmann::json> RunCase(Client& client, const std::string& echo_s
                                        const BenchOptions& bench, Progress& progress, std::uint64_t& done) {
   ASSIGN_OR_RETURN(auto sides, MakeSides(client, echo_socket, clients));
   auto& [daemon, echo] = sides;
-  const auto measure = [&](const Side& side, int calls) -> absl::StatusOr<Round> {
-    auto round = RunRound(side.callers, calls);
+  const auto run = [&](Tally& tally, const Side& side, int calls) {
     progress.Update(done += static_cast<std::uint64_t>(calls));
-    return round;
+    return tally.Run(side.callers, calls);
   };
-  RETURN_IF_ERROR(measure(echo, kCallsPerRound).status());  // warm up both
-  RETURN_IF_ERROR(measure(daemon, kCallsPerRound).status());
   std::vector<Round> daemon_rounds;
   std::vector<Round> echo_rounds;
-  for (int round = 0; round < kRounds; ++round) {  // interleaved: both see the same machine
-    ASSIGN_OR_RETURN(const Round echo_round, measure(echo, kCallsPerRound));
-    ASSIGN_OR_RETURN(const Round daemon_round, measure(daemon, kCallsPerRound));
-    echo_rounds.push_back(echo_round);
-    daemon_rounds.push_back(daemon_round);
+  for (int round = 0; round <= kRounds; ++round) {
+    Tally daemon_tally;
+    Tally echo_tally;
+    for (int slice = 0; slice < kSlices; ++slice) {
+      RETURN_IF_ERROR(run(echo_tally, echo, kCallsPerRound / kSlices));
+      RETURN_IF_ERROR(run(daemon_tally, daemon, kCallsPerRound / kSlices));
+    }
+    if (round == 0) continue;  // warms up both
+    daemon_rounds.push_back(daemon_tally.Result());
+    echo_rounds.push_back(echo_tally.Result());
   }
-  RETURN_IF_ERROR(measure(daemon, kRssWarmUpCalls).status());
+  Tally unreported;
+  RETURN_IF_ERROR(run(unreported, daemon, kRssWarmUpCalls));
   const std::int64_t resident = ResidentBytes(daemon_pid);
-  RETURN_IF_ERROR(measure(daemon, kRssCalls).status());
+  RETURN_IF_ERROR(run(unreported, daemon, kRssCalls));
   return nlohmann::json{{"case", "gemm16_uds"},
                         {"clients", clients},
                         {"p50_us", MedianOf(daemon_rounds, &Round::p50_us)},

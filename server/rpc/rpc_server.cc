@@ -1,6 +1,5 @@
 #include "server/rpc/rpc_server.h"
 
-#include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/health_check_service_interface.h>
 #include <grpcpp/server_posix.h>
 #include <spdlog/spdlog.h>
@@ -23,9 +22,17 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// For health checks.
+// Those that health checks know.
 std::vector<std::string> ServiceNames() {
   return {v1::Compute::service_full_name(), v1::Memory::service_full_name(), v1::Admin::service_full_name()};
+}
+
+// Those that reflection lists.
+std::vector<std::string> AllServiceNames() {
+  std::vector<std::string> names = ServiceNames();
+  names.emplace_back("grpc.health.v1.Health");
+  names.emplace_back(grpc::reflection::v1alpha::ServerReflection::service_full_name());
+  return names;
 }
 
 void LogRefused(std::string_view whose, const absl::Status& status) {
@@ -33,6 +40,9 @@ void LogRefused(std::string_view whose, const absl::Status& status) {
 }
 
 }  // namespace
+
+RpcServer::RpcServer(const RpcServerOptions& options, PeerRegistry& peers)
+    : options_(options), peers_(peers), reflection_(AllServiceNames()) {}
 
 absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const RpcServerOptions& options, PeerRegistry& peers) {
   std::unique_ptr<RpcServer> server(new RpcServer(options, peers));
@@ -43,7 +53,6 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const RpcServerOptio
 absl::Status RpcServer::Build() {
   LogGrpcMessages();
   grpc::EnableDefaultHealthCheckService(true);
-  grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::ServerBuilder builder;
   builder.SetMaxReceiveMessageSize(static_cast<int>(options_.message_bytes_max));
   builder.SetMaxSendMessageSize(static_cast<int>(options_.message_bytes_max));
@@ -59,6 +68,7 @@ absl::Status RpcServer::Build() {
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 5000);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   for (grpc::Service* service : options_.services) builder.RegisterService(service);
+  builder.RegisterService(&reflection_);
   builder.experimental().SetInterceptorCreators(AnswerUnreadableRequests(*options_.metrics));
   if (options_.tls != nullptr) {
     tls_ = builder.experimental().AddExternalConnectionAcceptor(

@@ -10,6 +10,7 @@
 
 #include "absl/status/statusor.h"
 #include "common/unique_fd.h"
+#include "server/rpc/reflection_service.h"
 #include "server/session/peer.h"
 #include "server/telemetry/metrics.h"
 
@@ -43,11 +44,12 @@ class RpcServer {
   void SetServing(bool serving);
 
  private:
-  RpcServer(const RpcServerOptions& options, PeerRegistry& peers) : options_(options), peers_(peers) {}
+  RpcServer(const RpcServerOptions& options, PeerRegistry& peers);
   absl::Status Build();
 
   const RpcServerOptions options_;
   PeerRegistry& peers_;
+  ReflectionService reflection_;
   std::unique_ptr<grpc::Server> server_;
   std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> tls_;
 };

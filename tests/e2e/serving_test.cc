@@ -2,12 +2,14 @@
 
 #include <gmock/gmock.h>
 #include <google/protobuf/descriptor.h>
+#include <google/protobuf/descriptor.pb.h>
 #include <google/protobuf/unknown_field_set.h>
 #include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/grpcpp.h>
 #include <unistd.h>
 
 #include <future>
+#include <memory>
 #include <regex>
 #include <set>
 
@@ -177,6 +179,51 @@ TEST_F(ServingTest, ReflectionListsTheServices) {
     for (const auto* name : FieldsOf(fields, 1)) names.insert(name->length_delimited());
   }
   for (const auto* service : Services()) EXPECT_TRUE(names.contains(service->full_name())) << service->full_name();
+}
+
+// A tool that knows nothing of the services must get from names to all their messages, and a clear answer to a wrong
+// name.
+TEST_F(ServingTest, ReflectionDescribesWhatItLists) {
+  const client::Client client = Connect();
+  const auto ask = [&](int field, const std::string& text, int answer) {
+    UnknownFieldSet request;
+    request.AddLengthDelimited(field)->assign(text);
+    UnknownFieldSet reply;
+    const grpc::Status status =
+        CallByName(client.channel(), "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", request, reply);
+    EXPECT_TRUE(status.ok()) << status.error_message();
+    auto answered = std::make_unique<UnknownFieldSet>();
+    for (const auto* message : FieldsOf(reply, answer)) answered->ParseFromString(message->length_delimited());
+    return answered;
+  };
+  constexpr int kFileByFilename = 3;
+  constexpr int kFileContainingSymbol = 4;
+  constexpr int kExtensionNumbersOfType = 6;
+  constexpr int kFiles = 4;
+  constexpr int kNumbers = 5;
+  constexpr int kError = 7;
+  for (const auto* service : Services()) {
+    google::protobuf::DescriptorPool pool;
+    const auto files = ask(kFileContainingSymbol, service->full_name(), kFiles);
+    const auto descriptions = FieldsOf(*files, 1);
+    for (auto file = descriptions.rbegin(); file != descriptions.rend(); ++file) {  // what others import comes last
+      google::protobuf::FileDescriptorProto description;
+      ASSERT_TRUE(description.ParseFromString((*file)->length_delimited()));
+      EXPECT_NE(pool.BuildFile(description), nullptr) << description.name();
+    }
+    EXPECT_NE(pool.FindServiceByName(service->full_name()), nullptr) << service->full_name();
+  }
+  EXPECT_EQ(FieldsOf(*ask(kFileByFilename, "tessera/v1/types.proto", kFiles), 1).size(), 1U);
+  const auto numbers = ask(kExtensionNumbersOfType, "tessera.v1.Tensor", kNumbers);
+  ASSERT_EQ(FieldsOf(*numbers, 1).size(), 1U);
+  EXPECT_EQ(FieldsOf(*numbers, 1)[0]->length_delimited(), "tessera.v1.Tensor");
+  for (const int field : {kFileByFilename, kFileContainingSymbol, kExtensionNumbersOfType}) {
+    const auto error = ask(field, "no.such.Thing", kError);
+    ASSERT_EQ(FieldsOf(*error, 1).size(), 1U);
+    ASSERT_EQ(FieldsOf(*error, 2).size(), 1U);
+    EXPECT_EQ(FieldsOf(*error, 1)[0]->varint(), static_cast<std::uint64_t>(grpc::StatusCode::NOT_FOUND));
+    EXPECT_THAT(FieldsOf(*error, 2)[0]->length_delimited(), HasSubstr("no.such.Thing"));
+  }
 }
 
 TEST_F(ServingTest, GetConfigListsEverySettingInOrder) {

@@ -13,6 +13,7 @@
 #include <set>
 #include <sstream>
 
+#include "absl/strings/str_cat.h"
 #include "common/text.h"
 
 namespace tessera::server {
@@ -172,7 +173,7 @@ TEST_F(SettingsTest, EverySettingThroughEverySource) {
       EXPECT_NE(line->settings.values, Settings{});
       EXPECT_THAT(line->settings.warnings, IsEmpty());
     }
-    const absl::StatusOr<CommandLine> joined = ParseArgs({flag + "=" + value}, environment);
+    const absl::StatusOr<CommandLine> joined = ParseArgs({absl::StrCat(flag, "=", value)}, environment);
     ASSERT_TRUE(joined.ok()) << joined.status();
     EXPECT_EQ(joined->settings.values, lines.at("flag")->settings.values);
   }
