@@ -75,6 +75,27 @@ std::vector<std::string> LabelValues<VersionLabel>(const MetricsOptions& options
   return {options.version};
 }
 
+// One value with a GPU, none without.
+std::vector<std::string> GpuLabelValues(const MetricsOptions& options, std::string GpuIdentity::*field) {
+  if (!options.gpu.has_value()) return {};
+  return {(*options.gpu).*field};
+}
+
+template <>
+std::vector<std::string> LabelValues<GpuName>(const MetricsOptions& options) {
+  return GpuLabelValues(options, &GpuIdentity::name);
+}
+
+template <>
+std::vector<std::string> LabelValues<GpuUuid>(const MetricsOptions& options) {
+  return GpuLabelValues(options, &GpuIdentity::uuid);
+}
+
+template <>
+std::vector<std::string> LabelValues<GpuDriver>(const MetricsOptions& options) {
+  return GpuLabelValues(options, &GpuIdentity::driver_version);
+}
+
 // A histogram without a lock (prometheus::Histogram takes one for every observation). A scrape may see an observation
 // in its bucket and not yet in the sum.
 class LatencyHistogram {
@@ -238,6 +259,7 @@ struct Metrics::Table {
 
 Metrics::Metrics(const MetricsOptions& options) : table_(std::make_unique<Table>(options)) {
   table_->build_info(VersionLabel{}).Set(1);
+  if (options.gpu.has_value()) table_->gpu_info(GpuName{}, GpuUuid{}, GpuDriver{}).Set(1);
 }
 
 Metrics::~Metrics() = default;
@@ -255,6 +277,29 @@ void Metrics::SetIsolationMode(IsolationMode mode) {
 
 void Metrics::SetRpcConnections(std::size_t open) {
   table_->rpc_connections().Set(static_cast<double>(open));
+}
+
+void Metrics::SetGpu(const GpuReading& reading) {
+  if (table_->gpu_info.extent() == 0) return;
+  const auto set = [](prometheus::Gauge& gauge, const auto& value) {
+    gauge.Set(static_cast<double>(value.value_or(0)));
+  };
+  constexpr GpuUuid kGpu{0};
+  table_->gpu_readable(kGpu).Set(1);
+  set(table_->gpu_power_watts(kGpu), reading.power_watts);
+  set(table_->gpu_power_limit_watts(kGpu), reading.power_limit_watts);
+  set(table_->gpu_power_capped(kGpu), reading.power_capped);
+  set(table_->gpu_temperature_celsius(kGpu), reading.temperature_celsius);
+  set(table_->gpu_sm_clock_hertz(kGpu), reading.sm_clock_hertz);
+  set(table_->gpu_memory_used_bytes(kGpu), reading.memory_used_bytes);
+  set(table_->gpu_memory_total_bytes(kGpu), reading.memory_total_bytes);
+  set(table_->gpu_utilization_ratio(kGpu), reading.utilization_ratio);
+}
+
+void Metrics::SetGpuUnreadable() {
+  if (table_->gpu_info.extent() == 0) return;
+  SetGpu({});
+  table_->gpu_readable(GpuUuid{0}).Set(0);
 }
 
 void Metrics::RpcFinished(RpcMethod method, int code, double seconds) {

@@ -5,12 +5,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "kernels/catalog/variant.h"
 #include "planner/plan.h"
+#include "server/telemetry/nvml.h"
 
 namespace tessera::server {
 
@@ -35,6 +37,7 @@ inline constexpr std::size_t kLabelValues = 0;
 struct MetricsOptions {
   std::string version;
   std::vector<std::string> variants;  // VariantLabel{i} stands for variants[i]
+  std::optional<GpuIdentity> gpu;     // the one that is served; without it there are no series of a GPU
 };
 
 // How one accepted operation ended.
@@ -60,6 +63,10 @@ class Metrics {
   void SetReady(bool ready);
   void SetIsolationMode(IsolationMode mode);
   void SetRpcConnections(std::size_t open);
+
+  // What the GPU says at this scrape, in full: what a reading lacks becomes 0. Nothing happens without a GPU.
+  void SetGpu(const GpuReading& reading);
+  void SetGpuUnreadable();
 
   void RpcFinished(RpcMethod method, int code, double seconds);  // a code that is none of the 17 counts as UNKNOWN
   void Refused(Limit limit);

@@ -22,6 +22,8 @@ namespace {
 using Samples = std::map<std::string, double>;  // by name and labels, as printed
 
 const MetricsOptions kOptions = {.version = "1.2.3", .variants = {"gemm.cpu.a/blocked", "gemm.cpu.a/reference"}};
+const MetricsOptions kGpuOptions = {
+    .version = "1.2.3", .variants = {}, .gpu = GpuIdentity{.name = "H", .uuid = "GPU-1", .driver_version = "570"}};
 
 Samples Scrape(const Metrics& metrics) {
   Samples samples;
@@ -75,6 +77,7 @@ TEST(MetricsTest, EverySeriesIsThereAtZeroBeforeAnyEvent) {
   EXPECT_EQ(CountOf(samples, "tessera_refused_total{"), 12);
   EXPECT_EQ(CountOf(samples, "tessera_rpc_seconds_bucket{"), 11 * 23);
   EXPECT_EQ(CountOf(samples, "tessera_run_seconds_count{"), 3);
+  EXPECT_EQ(CountOf(samples, "tessera_gpu_"), 0);
 }
 
 TEST(MetricsTest, EverySeriesHasHelpAndType) {
@@ -224,6 +227,46 @@ TEST(MetricsTest, StateGauges) {
   EXPECT_EQ(LabelText(IsolationMode::kStrict), "strict");
 }
 
+TEST(MetricsTest, AGpuHasItsSeriesFromTheStartAndTheyFollowTheReading) {
+  Metrics metrics(kGpuOptions);
+  const std::string uuid = "{uuid=\"GPU-1\"}";
+  const Samples start = Scrape(metrics);
+  EXPECT_EQ(start.at("tessera_gpu_info{driver=\"570\",name=\"H\",uuid=\"GPU-1\"}"), 1);
+  EXPECT_EQ(CountOf(start, "tessera_gpu_"), 10);
+  for (const auto& [name, value] : start) {
+    if (!name.starts_with("tessera_gpu_") || name.starts_with("tessera_gpu_info")) continue;
+    EXPECT_EQ(value, 0) << name;
+  }
+  metrics.SetGpu({.power_watts = 650.5, .memory_used_bytes = 7, .utilization_ratio = 0.25, .power_capped = true});
+  Samples samples = Scrape(metrics);
+  EXPECT_EQ(samples["tessera_gpu_readable" + uuid], 1);
+  EXPECT_EQ(samples["tessera_gpu_power_watts" + uuid], 650.5);
+  EXPECT_EQ(samples["tessera_gpu_memory_used_bytes" + uuid], 7);
+  EXPECT_EQ(samples["tessera_gpu_utilization_ratio" + uuid], 0.25);
+  EXPECT_EQ(samples["tessera_gpu_power_capped" + uuid], 1);
+  EXPECT_EQ(samples["tessera_gpu_temperature_celsius" + uuid], 0);
+  metrics.SetGpu({.power_capped = false});
+  samples = Scrape(metrics);
+  EXPECT_EQ(samples["tessera_gpu_power_watts" + uuid], 0) << "what a reading lacks keeps no former value";
+  EXPECT_EQ(samples["tessera_gpu_power_capped" + uuid], 0);
+  metrics.SetGpu({.sm_clock_hertz = 1e9});
+  metrics.SetGpuUnreadable();
+  samples = Scrape(metrics);
+  ASSERT_EQ(samples.size(), start.size());
+  for (const auto& [name, value] : samples) {
+    if (name.starts_with("tessera_process_")) continue;
+    EXPECT_EQ(value, start.at(name)) << name;
+  }
+}
+
+TEST(MetricsTest, WithoutAGpuItsVerbsDoNothing) {
+  EXPECT_THAT(ChangesOf([](Metrics& metrics) {
+                metrics.SetGpu({.power_watts = 1});
+                metrics.SetGpuUnreadable();
+              }),
+              testing::IsEmpty());
+}
+
 TEST(MetricsTest, UnknownVariantsCountAsOtherAndAddNoSeries) {
   Metrics metrics(kOptions);
   const std::size_t series = Scrape(metrics).size();
@@ -280,7 +323,7 @@ TEST(MetricsTest, VerbsAndScrapesOfManyThreadsLoseNothing) {
 
 TEST(MetricsTest, MarkdownListsEveryMetricAndVocabulary) {
   const std::string markdown = MetricsMarkdown();
-  for (const auto& [name, value] : Scrape(Metrics(kOptions))) {
+  for (const auto& [name, value] : Scrape(Metrics(kGpuOptions))) {
     std::string metric = name.substr(0, name.find('{'));
     for (const std::string_view suffix : {"_bucket", "_sum", "_count"}) {
       if (metric.ends_with("seconds" + std::string(suffix))) metric.resize(metric.size() - suffix.size());
