@@ -78,16 +78,23 @@ struct GemmResult {
 class SessionCore;
 class ClientCore;
 
-// Memory that this process and the daemon share. Released with the object.
+// Memory that this process and the daemon share, on the host or on a GPU. Released with the object.
 class Buffer {
  public:
   Buffer(Buffer&&) noexcept;
   Buffer& operator=(Buffer&&) noexcept;
   ~Buffer();
 
-  std::byte* data() const;
+  std::byte* data() const;  // on a GPU, a device pointer: for kernels and copies, not for this process's code
   std::uint64_t bytes() const;
   const std::string& id() const;
+  const std::string& space() const;  // host, or the GPU's UUID
+  bool on_device() const;
+
+  // Copies between memory of this process and the buffer, wherever that is; complete on return. Not ordered with calls
+  // that are on the way. INVALID_ARGUMENT outside the buffer.
+  absl::Status Upload(const void* from, std::uint64_t bytes, std::uint64_t byte_offset = 0);
+  absl::Status Download(void* to, std::uint64_t bytes, std::uint64_t byte_offset = 0) const;
 
   // A view at `byte_offset`; packed row-major unless strides are given. The daemon checks it against the buffer.
   TensorView Tensor(DType dtype, std::vector<std::int64_t> shape, std::uint64_t byte_offset = 0,
@@ -117,6 +124,15 @@ class Session {
   absl::StatusOr<Buffer> Share(std::uint64_t bytes);
   // A memfd of this process, sealed with F_SEAL_SHRINK; `memfd` stays the caller's. bytes 0 = to its end.
   absl::StatusOr<Buffer> Import(int memfd, std::uint64_t byte_offset = 0, std::uint64_t bytes = 0);
+
+  // GPU memory of the daemon, zeroed, mapped here: Buffer::data() is a device pointer in the primary context. `gpu` is
+  // a UUID, or "cuda" for the daemon's GPU. UNIMPLEMENTED without a GPU driver here, or without a GPU there.
+  absl::StatusOr<Buffer> AllocateOnDevice(std::uint64_t bytes, std::string_view gpu = "cuda");
+  // GPU memory of this process, of cudaMalloc or of cuMemCreate; bytes 0 = to the end of its allocation. It stays the
+  // caller's, who keeps it until the buffer is released and its calls are answered, and waits for its own kernels that
+  // write it before calls read it. FAILED_PRECONDITION, saying what to use instead, for memory that no other process
+  // can open (pools, managed memory), and where this process has the daemon's PID number (both 1 in containers).
+  absl::StatusOr<Buffer> ImportDevice(void* device_pointer, std::uint64_t bytes = 0);
 
   // Returns when d is written. Tensors may be of buffers or inline.
   absl::StatusOr<GemmResult> Gemm(const GemmSpec& spec);

@@ -22,7 +22,7 @@ constexpr std::int64_t kExtentMax = std::numeric_limits<std::int32_t>::max();
 // A tensor with its memory found and its bounds checked.
 struct BoundView {
   const TensorRef* ref = nullptr;
-  std::byte* data = nullptr;   // element [0, .., 0]
+  std::byte* data = nullptr;   // element [0, .., 0]; never read through here, it may be a GPU's
   bool shared_memory = false;  // in a buffer, so that it may alias another view
   MemoryKey memory;
   StridedBytes bytes;  // begin counts from the start of `memory`
@@ -71,7 +71,7 @@ std::string ShapeText(const TensorRef& ref) {
 
 class Binder {
  public:
-  Binder(const BindScope& scope, std::vector<BufferPin>& pins) : scope_(scope), pins_(pins) {}
+  Binder(const BindScope& scope, BoundGemm& bound) : scope_(scope), bound_(bound) {}
 
   absl::StatusOr<BoundView> Input(const TensorRef& ref) {
     if (ref.storage == TensorRef::Storage::kInlineResult) {
@@ -99,12 +99,14 @@ class Binder {
         break;
       case TensorRef::Storage::kInlineData:
         RETURN_IF_ERROR(CheckInlineBytes(ref, ref.inline_data->size()));
+        RETURN_IF_ERROR(CheckSpace(ref, MemorySpace()));
         // Kernels only read inputs; GemmMatrix has one pointer type for both directions.
         view.data = reinterpret_cast<std::byte*>(const_cast<char*>(ref.inline_data->data()));
         available = ref.inline_data->size();
         break;
       case TensorRef::Storage::kInlineResult:
         RETURN_IF_ERROR(CheckInlineBytes(ref, *span));
+        RETURN_IF_ERROR(CheckSpace(ref, MemorySpace()));
         scope_.inline_result->resize(*span);
         view.data = reinterpret_cast<std::byte*>(scope_.inline_result->data());
         available = *span;
@@ -139,13 +141,27 @@ class Binder {
     }
     auto pin = scope_.sessions->PinBuffer(*scope_.session, ref.buffer);
     if (!pin.ok()) return AtField(ref, ".buffer_id", pin.status());
+    RETURN_IF_ERROR(CheckSpace(ref, (*pin)->space()));
     view.data = (*pin)->data();
     view.shared_memory = true;
     view.memory = (*pin)->memory();
     view.bytes.begin = (*pin)->memory_offset();
     available = (*pin)->bytes();
-    pins_.push_back(*std::move(pin));
+    bound_.pins.push_back(*std::move(pin));
     return absl::OkStatus();
+  }
+
+  // The first tensor decides where the call is; every other one must be there, too.
+  absl::Status CheckSpace(const TensorRef& ref, const MemorySpace& space) {
+    if (first_ == nullptr) {
+      first_ = &ref;
+      bound_.space = space;
+      return absl::OkStatus();
+    }
+    if (space == bound_.space) return absl::OkStatus();
+    return Invalid(ref, "",
+                   absl::StrCat("is in ", space.Name(), ", ", Av(first_->field), " in ", bound_.space.Name(),
+                                "; all tensors of an operation must be in one space, and inline ones are in host"));
   }
 
   absl::Status CheckInlineBytes(const TensorRef& ref, std::uint64_t bytes) {
@@ -156,7 +172,8 @@ class Binder {
   }
 
   const BindScope& scope_;
-  std::vector<BufferPin>& pins_;
+  BoundGemm& bound_;
+  const TensorRef* first_ = nullptr;  // bound before all others
 };
 
 absl::Status CheckPair(const GemmCall& call) {
@@ -333,7 +350,7 @@ absl::StatusOr<BoundGemm> BindGemm(const GemmCall& call, const BindScope& scope)
 
   BoundGemm bound;
   bound.problem = ProblemOf(call);
-  Binder binder(scope, bound.pins);
+  Binder binder(scope, bound);
   ASSIGN_OR_RETURN(const BoundView a, binder.Input(call.a));
   ASSIGN_OR_RETURN(const BoundView b, binder.Input(call.b));
   ASSIGN_OR_RETURN(const BoundView d, binder.Output(call.d));

@@ -16,7 +16,8 @@ namespace tessera::server {
 
 struct BoundGemm {
   planner::GemmProblem problem;
-  kernels::GemmParams params;
+  kernels::GemmParams params;   // addresses in `space`
+  MemorySpace space;            // of every tensor; who launches on another device must refuse
   std::vector<BufferPin> pins;  // keep every buffer mapped
 
   bool Empty() const { return problem.m == 0 || problem.n == 0 || problem.batch == 0; }

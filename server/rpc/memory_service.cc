@@ -16,10 +16,43 @@ absl::StatusOr<Id> ParseId(const std::string& bytes, const char* field) {
   return absl::InvalidArgumentError(std::string(field) + ": must be 16 bytes");
 }
 
+absl::StatusOr<SessionTable::NewBuffer> Import(SessionTable& sessions, Session& session,
+                                               const v1::ImportBufferRequest& request) {
+  switch (request.source_case()) {
+    case v1::ImportBufferRequest::kCudaIpcHandle:
+      if (request.descriptor_ticket() != 0) {
+        return absl::InvalidArgumentError("descriptor_ticket: must be 0 with cuda_ipc_handle, which has no descriptor");
+      }
+      return sessions.ImportLegacy(session, {.handle = request.cuda_ipc_handle().handle(),
+                                             .device_uuid = request.cuda_ipc_handle().device_uuid(),
+                                             .allocation_id = request.cuda_ipc_handle().allocation_id(),
+                                             .exporter_pid = request.cuda_ipc_handle().exporter_pid(),
+                                             .byte_offset = request.byte_offset(),
+                                             .bytes = request.bytes()});
+    case v1::ImportBufferRequest::kCudaDescriptor:
+      return sessions.ImportDescriptor(session, {.ticket = request.descriptor_ticket(),
+                                                 .device_uuid = request.cuda_descriptor().device_uuid(),
+                                                 .allocation_id = request.cuda_descriptor().allocation_id(),
+                                                 .allocation_bytes = request.cuda_descriptor().allocation_bytes(),
+                                                 .byte_offset = request.byte_offset(),
+                                                 .bytes = request.bytes()});
+    case v1::ImportBufferRequest::SOURCE_NOT_SET:
+      break;
+  }
+  return sessions.ImportBuffer(session, request.descriptor_ticket(), request.byte_offset(), request.bytes());
+}
+
+template <typename Reply>
+void FillReply(const SessionTable::NewBuffer& buffer, Reply& reply) {
+  reply.set_buffer_id(buffer.id.Bytes());
+  reply.set_bytes(buffer.bytes);
+  reply.set_space(buffer.space.Name());
+}
+
 void FillInfo(const BufferRow& row, v1::BufferInfo& info) {
   info.set_buffer_id(row.id.Bytes());
   info.set_origin(row.origin == BufferOrigin::kImported ? v1::BUFFER_ORIGIN_IMPORTED : v1::BUFFER_ORIGIN_ALLOCATED);
-  info.set_space("host");
+  info.set_space(row.space.Name());
   info.set_bytes(row.bytes);
   info.set_references(row.users);
   info.set_age_ms(static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(row.age).count()));
@@ -61,11 +94,8 @@ grpc::ServerUnaryReactor* MemoryService::ImportBuffer(grpc::CallbackServerContex
                                                       v1::ImportBufferReply* reply) {
   return Answer(context, scope_, RpcMethod::kMemoryImportBuffer, [&](const Peer& peer) -> absl::Status {
     ASSIGN_OR_RETURN(const std::shared_ptr<Session> session, scope_.RequireSession(*context, peer));
-    ASSIGN_OR_RETURN(
-        const SessionTable::NewBuffer buffer,
-        scope_.sessions.ImportBuffer(*session, request->descriptor_ticket(), request->byte_offset(), request->bytes()));
-    reply->set_buffer_id(buffer.id.Bytes());
-    reply->set_bytes(buffer.bytes);
+    ASSIGN_OR_RETURN(const SessionTable::NewBuffer buffer, Import(scope_.sessions, *session, *request));
+    FillReply(buffer, *reply);
     return absl::OkStatus();
   });
 }
@@ -75,9 +105,9 @@ grpc::ServerUnaryReactor* MemoryService::AllocateBuffer(grpc::CallbackServerCont
                                                         v1::AllocateBufferReply* reply) {
   return Answer(context, scope_, RpcMethod::kMemoryAllocateBuffer, [&](const Peer& peer) -> absl::Status {
     ASSIGN_OR_RETURN(const std::shared_ptr<Session> session, scope_.RequireSession(*context, peer));
-    ASSIGN_OR_RETURN(const SessionTable::NewBuffer buffer, scope_.sessions.AllocateBuffer(*session, request->bytes()));
-    reply->set_buffer_id(buffer.id.Bytes());
-    reply->set_bytes(buffer.bytes);
+    ASSIGN_OR_RETURN(const SessionTable::NewBuffer buffer,
+                     scope_.sessions.AllocateBuffer(*session, request->bytes(), request->space()));
+    FillReply(buffer, *reply);
     return absl::OkStatus();
   });
 }

@@ -22,7 +22,9 @@ namespace {
 absl::Status CheckMemfd(int fd) {
   const int seals = ::fcntl(fd, F_GET_SEALS);
   if (seals < 0) {
-    return absl::InvalidArgumentError("descriptor: not a memfd; create one with memfd_create(.., MFD_ALLOW_SEALING)");
+    return absl::InvalidArgumentError(
+        "descriptor: not a memfd; create one with memfd_create(.., MFD_ALLOW_SEALING), or "
+        "describe GPU memory in cuda_descriptor");
   }
   struct statfs filesystem {};
   if (::fstatfs(fd, &filesystem) != 0) return ErrnoStatus(absl::StatusCode::kInvalidArgument, "descriptor: fstatfs");
@@ -43,6 +45,53 @@ absl::Status CheckMemfd(int fd) {
 
 std::uint64_t PageBytes() {
   return static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+}
+
+// A range of a memfd; `fd` is kept only if it is to be passed on.
+class MemfdMapping final : public Mapping {
+ public:
+  static absl::StatusOr<std::shared_ptr<Mapping>> Map(int fd, std::uint64_t byte_offset, std::uint64_t bytes,
+                                                      UniqueFd keep) {
+    const std::uint64_t lead = byte_offset % PageBytes();
+    void* start =
+        ::mmap(nullptr, bytes + lead, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(byte_offset - lead));
+    if (start == MAP_FAILED) {
+      return ErrnoStatus(absl::StatusCode::kResourceExhausted, absl::StrCat("mapping ", bytes, " bytes"));
+    }
+    return std::make_shared<MemfdMapping>(start, lead, bytes, std::move(keep));
+  }
+
+  MemfdMapping(void* start, std::uint64_t lead, std::uint64_t bytes, UniqueFd fd)
+      : Mapping(static_cast<std::byte*>(start) + lead, bytes), start_(start), lead_(lead), fd_(std::move(fd)) {}
+  ~MemfdMapping() override { ::munmap(start_, lead_ + bytes()); }
+
+  int fd() const override { return fd_.get(); }
+
+ private:
+  void* const start_;  // page-aligned, `lead_` bytes before data()
+  const std::uint64_t lead_;
+  const UniqueFd fd_;
+};
+
+// The extent of [byte_offset, byte_offset + bytes) in `what` of `size` bytes, without wrap-around; bytes 0 = to its
+// end.
+absl::StatusOr<std::uint64_t> BytesWithin(const char* what, std::uint64_t size, std::uint64_t byte_offset,
+                                          std::uint64_t bytes) {
+  if (byte_offset > size) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("byte_offset: ", byte_offset, " is past the ", what, "'s ", size, " bytes"));
+  }
+  if (bytes == 0) bytes = size - byte_offset;
+  if (bytes == 0) return absl::InvalidArgumentError(absl::StrCat("bytes: the ", what, " is empty from byte_offset on"));
+  if (bytes > size - byte_offset) {
+    return absl::InvalidArgumentError(absl::StrCat("bytes: ", bytes, " from byte_offset ", byte_offset,
+                                                   " pass the end of the ", what, "'s ", size, " bytes"));
+  }
+  return bytes;
+}
+
+MemoryKey KeyOf(const Mapping& device_mapping) {
+  return {.device = 0, .inode = reinterpret_cast<std::uintptr_t>(device_mapping.data())};
 }
 
 }  // namespace
@@ -87,67 +136,69 @@ absl::StatusOr<std::shared_ptr<Buffer>> Buffer::Import(UniqueFd fd, std::uint64_
   RETURN_IF_ERROR(CheckMemfd(fd.get()));
   struct stat file {};
   if (::fstat(fd.get(), &file) != 0) return ErrnoStatus(absl::StatusCode::kInvalidArgument, "descriptor: fstat");
-  const auto size = static_cast<std::uint64_t>(file.st_size);
-  if (byte_offset > size) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("byte_offset: ", byte_offset, " is past the memfd's ", size, " bytes"));
-  }
-  if (bytes == 0) bytes = size - byte_offset;
-  if (bytes == 0) return absl::InvalidArgumentError("bytes: the memfd is empty from byte_offset on");
-  if (bytes > size - byte_offset) {
-    return absl::InvalidArgumentError(absl::StrCat("bytes: ", bytes, " from byte_offset ", byte_offset,
-                                                   " pass the end of the memfd's ", size, " bytes"));
-  }
+  ASSIGN_OR_RETURN(bytes, BytesWithin("memfd", static_cast<std::uint64_t>(file.st_size), byte_offset, bytes));
   RETURN_IF_ERROR(budget->Reserve(bytes));
-  std::shared_ptr<Buffer> buffer(new Buffer());
-  buffer->budget_ = std::move(budget);
-  buffer->bytes_ = bytes;
-  buffer->origin_ = BufferOrigin::kImported;
+  std::shared_ptr<Buffer> buffer(new Buffer(bytes, BufferOrigin::kImported, std::move(budget), bytes));
+  ASSIGN_OR_RETURN(buffer->mapping_, MemfdMapping::Map(fd.get(), byte_offset, bytes, UniqueFd()));
+  buffer->data_ = buffer->mapping_->data();
   buffer->memory_ = {.device = file.st_dev, .inode = file.st_ino};
-  RETURN_IF_ERROR(buffer->Map(fd.get(), byte_offset));
+  buffer->memory_offset_ = byte_offset;
   return buffer;
 }
 
 absl::StatusOr<std::shared_ptr<Buffer>> Buffer::Allocate(std::uint64_t bytes, std::shared_ptr<ByteBudget> budget) {
   if (bytes == 0) return absl::InvalidArgumentError("bytes: must be at least 1");
   RETURN_IF_ERROR(budget->Reserve(bytes));
-  std::shared_ptr<Buffer> buffer(new Buffer());
-  buffer->budget_ = std::move(budget);
-  buffer->bytes_ = bytes;
-  buffer->fd_ = UniqueFd(::memfd_create("tessera-buffer", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!buffer->fd_) return ErrnoStatus(absl::StatusCode::kResourceExhausted, "memfd_create");
+  std::shared_ptr<Buffer> buffer(new Buffer(bytes, BufferOrigin::kAllocated, std::move(budget), bytes));
+  UniqueFd fd(::memfd_create("tessera-buffer", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!fd) return ErrnoStatus(absl::StatusCode::kResourceExhausted, "memfd_create");
   const bool countable = bytes <= static_cast<std::uint64_t>(std::numeric_limits<off_t>::max());
-  if (!countable || ::ftruncate(buffer->fd_.get(), static_cast<off_t>(bytes)) != 0) {
+  if (!countable || ::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) {
     return ErrnoStatus(absl::StatusCode::kResourceExhausted, absl::StrCat("memory of ", bytes, " bytes"),
                        countable ? errno : EFBIG);
   }
-  if (::fcntl(buffer->fd_.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+  if (::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
     return ErrnoStatus(absl::StatusCode::kInternal, "sealing a memfd");
   }
   struct stat file {};
-  if (::fstat(buffer->fd_.get(), &file) != 0) return ErrnoStatus(absl::StatusCode::kInternal, "fstat of a memfd");
+  if (::fstat(fd.get(), &file) != 0) return ErrnoStatus(absl::StatusCode::kInternal, "fstat of a memfd");
+  const int number = fd.get();
+  ASSIGN_OR_RETURN(buffer->mapping_, MemfdMapping::Map(number, 0, bytes, std::move(fd)));
+  buffer->data_ = buffer->mapping_->data();
   buffer->memory_ = {.device = file.st_dev, .inode = file.st_ino};
-  RETURN_IF_ERROR(buffer->Map(buffer->fd_.get(), 0));
   return buffer;
 }
 
-absl::Status Buffer::Map(int fd, std::uint64_t byte_offset) {
-  const std::uint64_t lead = byte_offset % PageBytes();
-  mapping_bytes_ = bytes_ + lead;
-  void* mapping =
-      ::mmap(nullptr, mapping_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(byte_offset - lead));
-  if (mapping == MAP_FAILED) {
-    return ErrnoStatus(absl::StatusCode::kResourceExhausted, absl::StrCat("mapping ", bytes_, " bytes"));
-  }
-  mapping_ = mapping;
-  data_ = static_cast<std::byte*>(mapping) + lead;
-  memory_offset_ = byte_offset;
-  return absl::OkStatus();
+absl::StatusOr<std::shared_ptr<Buffer>> Buffer::AllocateOn(DeviceMemory& device, std::uint64_t bytes,
+                                                           std::shared_ptr<ByteBudget> budget) {
+  if (bytes == 0) return absl::InvalidArgumentError("bytes: must be at least 1");
+  const std::uint64_t allocated = AllocationBytes(bytes, device.granularity());
+  RETURN_IF_ERROR(budget->Reserve(allocated));
+  std::shared_ptr<Buffer> buffer(new Buffer(bytes, BufferOrigin::kAllocated, std::move(budget), allocated));
+  ASSIGN_OR_RETURN(buffer->mapping_, device.Allocate(allocated));
+  buffer->space_ = MemorySpace::Gpu(device.uuid());
+  buffer->data_ = buffer->mapping_->data();
+  buffer->memory_ = KeyOf(*buffer->mapping_);
+  return buffer;
+}
+
+absl::StatusOr<std::shared_ptr<Buffer>> Buffer::Show(std::shared_ptr<Mapping> allocation, MemorySpace space,
+                                                     std::uint64_t byte_offset, std::uint64_t bytes,
+                                                     std::shared_ptr<ByteBudget> budget) {
+  ASSIGN_OR_RETURN(bytes, BytesWithin("allocation", allocation->bytes(), byte_offset, bytes));
+  RETURN_IF_ERROR(budget->Reserve(bytes));
+  std::shared_ptr<Buffer> buffer(new Buffer(bytes, BufferOrigin::kImported, std::move(budget), bytes));
+  buffer->mapping_ = std::move(allocation);
+  buffer->space_ = std::move(space);
+  buffer->data_ = buffer->mapping_->data() + byte_offset;
+  buffer->memory_ = KeyOf(*buffer->mapping_);
+  buffer->memory_offset_ = byte_offset;
+  return buffer;
 }
 
 Buffer::~Buffer() {
-  if (mapping_ != nullptr) ::munmap(mapping_, mapping_bytes_);
-  budget_->Return(bytes_);
+  mapping_.reset();  // before its bytes may be given to somebody else
+  budget_->Return(reserved_);
 }
 
 BufferPin::BufferPin(std::shared_ptr<Buffer> buffer) : buffer_(std::move(buffer)) {

@@ -1,4 +1,4 @@
-// Host memory that calls compute on: a mapping of a sealed memfd, the client's or the daemon's own.
+// Memory that calls compute on, the client's or the daemon's own: sealed memfds on the host, allocations on a GPU.
 #pragma once
 
 #include <atomic>
@@ -8,9 +8,11 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 
 #include "absl/status/statusor.h"
 #include "common/unique_fd.h"
+#include "server/session/device_memory.h"
 #include "server/telemetry/metrics.h"
 
 namespace tessera::server {
@@ -35,14 +37,15 @@ class ByteBudget {
   std::uint64_t used_ = 0;
 };
 
-// Which physical memory a mapping shows: two buffers over the same memfd have the same key, whoever imported them.
+// Which physical memory a mapping shows. Two buffers over the same memfd have the same key, whoever imported them; so
+// have two buffers over the same GPU allocation of one session, whose mapping they share (ImportCache).
 struct MemoryKey {
-  std::uint64_t device = 0;
+  std::uint64_t device = 0;  // 0 and an address for GPU memory; memfds have a device
   std::uint64_t inode = 0;
   friend bool operator==(const MemoryKey&, const MemoryKey&) = default;
 };
 
-// One mapping. Immutable but for its user count; freed with its last shared_ptr.
+// A range of one mapping. Immutable but for its user count; freed with its last shared_ptr.
 class Buffer {
  public:
   // Maps [byte_offset, byte_offset + bytes) of a client's memfd; bytes 0 = to its end. INVALID_ARGUMENT if the
@@ -53,36 +56,47 @@ class Buffer {
   // New zeroed memory in a sealed memfd that can be handed to the client.
   static absl::StatusOr<std::shared_ptr<Buffer>> Allocate(std::uint64_t bytes, std::shared_ptr<ByteBudget> budget);
 
+  // New zeroed memory of a GPU that can be handed to the client. The budget pays for the whole allocation, which is
+  // rounded up to the GPU's granularity.
+  static absl::StatusOr<std::shared_ptr<Buffer>> AllocateOn(DeviceMemory& device, std::uint64_t bytes,
+                                                            std::shared_ptr<ByteBudget> budget);
+
+  // [byte_offset, byte_offset + bytes) of a client's GPU allocation; bytes 0 = to its end. INVALID_ARGUMENT if the
+  // allocation does not have them, RESOURCE_EXHAUSTED over budget.
+  static absl::StatusOr<std::shared_ptr<Buffer>> Show(std::shared_ptr<Mapping> allocation, MemorySpace space,
+                                                      std::uint64_t byte_offset, std::uint64_t bytes,
+                                                      std::shared_ptr<ByteBudget> budget);
+
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
   ~Buffer();
 
-  std::byte* data() const { return data_; }
+  std::byte* data() const { return data_; }  // a GPU's address where the space is a GPU's
   std::uint64_t bytes() const { return bytes_; }
+  std::uint64_t allocation_bytes() const { return mapping_->bytes(); }  // at least bytes(), by the rounding
+  const MemorySpace& space() const { return space_; }
   BufferOrigin origin() const { return origin_; }
   const MemoryKey& memory() const { return memory_; }
   std::uint64_t memory_offset() const { return memory_offset_; }  // of data() within that memory
-  int fd() const { return fd_.get(); }                            // -1 for imported memory
+  int fd() const { return mapping_->fd(); }                       // -1 for imported memory
   std::chrono::steady_clock::time_point created() const { return created_; }
 
   std::uint32_t users() const { return users_.load(std::memory_order_relaxed); }
 
  private:
   friend class BufferPin;
-  Buffer() = default;
+  Buffer(std::uint64_t bytes, BufferOrigin origin, std::shared_ptr<ByteBudget> budget, std::uint64_t reserved)
+      : bytes_(bytes), origin_(origin), budget_(std::move(budget)), reserved_(reserved) {}
 
-  // Maps `fd` and fills in data_; the budget has been reserved.
-  absl::Status Map(int fd, std::uint64_t byte_offset);
-
+  const std::uint64_t bytes_;
+  const BufferOrigin origin_;
+  MemorySpace space_;
+  std::shared_ptr<Mapping> mapping_;
   std::byte* data_ = nullptr;
-  std::uint64_t bytes_ = 0;
-  void* mapping_ = nullptr;  // page-aligned start, at or before data_
-  std::uint64_t mapping_bytes_ = 0;
-  BufferOrigin origin_ = BufferOrigin::kAllocated;
   MemoryKey memory_;
   std::uint64_t memory_offset_ = 0;
-  UniqueFd fd_;
-  std::shared_ptr<ByteBudget> budget_;
+  const std::shared_ptr<ByteBudget> budget_;
+  const std::uint64_t reserved_;  // of the budget
   std::chrono::steady_clock::time_point created_ = std::chrono::steady_clock::now();
   std::atomic<std::uint32_t> users_{0};
 };

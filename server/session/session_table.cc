@@ -1,5 +1,9 @@
 #include "server/session/session_table.h"
 
+#include <linux/kcmp.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -21,6 +25,48 @@ absl::Status CheckLabel(std::string_view label) {
   return absl::OkStatus();
 }
 
+absl::Status CheckAllocationId(std::string_view field, std::uint64_t allocation_id) {
+  if (allocation_id != 0) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      Av(field),
+      ": missing; CU_POINTER_ATTRIBUTE_BUFFER_ID, or any number that this session gives no other allocation"));
+}
+
+absl::StatusOr<LegacyHandle> ParseLegacyHandle(const std::string& bytes) {
+  LegacyHandle handle;
+  if (bytes.size() != handle.size()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("cuda_ipc_handle.handle: ", bytes.size(), " bytes; cudaIpcMemHandle_t has ", handle.size()));
+  }
+  std::copy(bytes.begin(), bytes.end(), handle.begin());
+  return handle;
+}
+
+// The driver tells processes apart by PID number alone: a handle of a process with the daemon's own number (both may be
+// 1, each in its container) is taken for the daemon's, and opening it fails.
+absl::Status CheckExporter(const Peer& peer, std::int64_t exporter_pid) {
+  constexpr char kInstead[] = "; use memory that the daemon allocates, or pass cuMemCreate memory as a cuda_descriptor";
+  if (exporter_pid <= 0) {
+    return absl::InvalidArgumentError(
+        "cuda_ipc_handle.exporter_pid: must be getpid() of the process that owns the memory");
+  }
+  if (peer.pid == ::getpid()) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "cuda_ipc_handle: a process cannot open its own handle, and you are the daemon's process", kInstead));
+  }
+  if (exporter_pid == ::getpid()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("cuda_ipc_handle.exporter_pid: ", exporter_pid,
+                     " is the daemon's PID number, too, and the driver refuses such handles", kInstead));
+  }
+  return absl::OkStatus();
+}
+
+bool SameOpenFile(int a, int b) {
+  const pid_t self = ::getpid();
+  return ::syscall(SYS_kcmp, self, self, KCMP_FILE, a, b) == 0;  // where it is not permitted: not known to be the same
+}
+
 }  // namespace
 
 std::uint64_t PrincipalCounts::Of(const std::string& principal) const {
@@ -34,11 +80,12 @@ void PrincipalCounts::Remove(const std::string& principal) {
 }
 
 SessionTable::SessionTable(std::uint32_t epoch, const SessionLimits& limits, Metrics& metrics,
-                           std::function<std::shared_ptr<SessionLane>()> make_lane)
+                           std::function<std::shared_ptr<SessionLane>()> make_lane, std::vector<DeviceMemory*> devices)
     : epoch_(epoch),
       limits_(limits),
       metrics_(metrics),
       make_lane_(std::move(make_lane)),
+      devices_(std::move(devices)),
       budget_(std::make_shared<ByteBudget>(Limit::kBufferBytes, limits.buffer_bytes_max, metrics, nullptr)),
       leases_("lease", epoch),
       sessions_("session", epoch),
@@ -196,7 +243,7 @@ absl::StatusOr<SessionTable::NewBuffer> SessionTable::Register(Session& session,
   const std::lock_guard<std::mutex> lock(mutex_);
   RETURN_IF_ERROR(CheckRoomForBuffer(session));
   ASSIGN_OR_RETURN(std::shared_ptr<Session> * owner, sessions_.Find(session.id_));
-  NewBuffer result{.id = {}, .bytes = buffer->bytes()};
+  NewBuffer result{.id = {}, .bytes = buffer->bytes(), .space = buffer->space()};
   metrics_.BufferAdded(buffer->origin(), buffer->bytes());
   buffers_.Insert([&](const Id& id) {
     result.id = id;
@@ -213,8 +260,88 @@ absl::StatusOr<SessionTable::NewBuffer> SessionTable::ImportBuffer(Session& sess
   return Register(session, std::move(buffer));
 }
 
-absl::StatusOr<SessionTable::NewBuffer> SessionTable::AllocateBuffer(Session& session, std::uint64_t bytes) {
-  ASSIGN_OR_RETURN(std::shared_ptr<Buffer> buffer, Buffer::Allocate(bytes, session.budget_));
+absl::StatusOr<DeviceMemory*> SessionTable::FindDevice(std::string_view field, std::string_view uuid) const {
+  if (uuid.empty()) return absl::InvalidArgumentError(absl::StrCat(Av(field), ": missing; the GPU's UUID"));
+  if (uuid.starts_with("MIG-")) {
+    return absl::UnimplementedError(
+        absl::StrCat(Av(field), ": ", Av(uuid), " is a MIG instance; only whole GPUs are served"));
+  }
+  if (devices_.empty()) {
+    return absl::UnimplementedError(
+        absl::StrCat(Av(field), ": ", Av(uuid), "; this daemon serves no GPU, only buffers in host memory"));
+  }
+  std::string served;
+  for (DeviceMemory* const device : devices_) {
+    if (uuid == device->uuid()) return device;
+    absl::StrAppend(&served, served.empty() ? "" : ", ", device->uuid());
+  }
+  return absl::InvalidArgumentError(absl::StrCat(Av(field), ": ", Av(uuid), "; this daemon serves ", served));
+}
+
+absl::StatusOr<SessionTable::NewBuffer> SessionTable::ImportLegacy(Session& session, const LegacyImport& import) {
+  ASSIGN_OR_RETURN(DeviceMemory* const device, FindDevice("cuda_ipc_handle.device_uuid", import.device_uuid));
+  ASSIGN_OR_RETURN(const LegacyHandle handle, ParseLegacyHandle(import.handle));
+  RETURN_IF_ERROR(CheckAllocationId("cuda_ipc_handle.allocation_id", import.allocation_id));
+  RETURN_IF_ERROR(CheckExporter(session.peer(), import.exporter_pid));
+  auto allocation = session.imports_.Get(absl::StrCat("handle ", device->uuid(), import.handle), import.allocation_id,
+                                         [&] { return device->ImportLegacy(handle); });
+  if (!allocation.ok()) return InField("cuda_ipc_handle", allocation.status());
+  ASSIGN_OR_RETURN(std::shared_ptr<Buffer> buffer,
+                   Buffer::Show(*std::move(allocation), MemorySpace::Gpu(device->uuid()), import.byte_offset,
+                                import.bytes, session.budget_));
+  return Register(session, std::move(buffer));
+}
+
+absl::StatusOr<SessionTable::NewBuffer> SessionTable::ImportDescriptor(Session& session,
+                                                                       const DescriptorImport& import) {
+  ASSIGN_OR_RETURN(UniqueFd fd, TakeDescriptor(session, import.ticket));
+  ASSIGN_OR_RETURN(DeviceMemory* const device, FindDevice("cuda_descriptor.device_uuid", import.device_uuid));
+  RETURN_IF_ERROR(CheckAllocationId("cuda_descriptor.allocation_id", import.allocation_id));
+  const std::uint64_t granularity = device->granularity();
+  if (import.allocation_bytes == 0 || import.allocation_bytes % granularity != 0) {
+    return absl::InvalidArgumentError(absl::StrCat("cuda_descriptor.allocation_bytes: ", import.allocation_bytes,
+                                                   "; the size given to cuMemCreate, a multiple of ", granularity));
+  }
+  if (IsExportOf(session, fd)) {
+    return absl::InvalidArgumentError(
+        "cuda_descriptor: shows a buffer that the daemon allocated; use that buffer's id");
+  }
+  auto allocation =
+      session.imports_.Get(absl::StrCat("descriptor ", device->uuid(), " ", import.allocation_id), import.allocation_id,
+                           [&] { return device->ImportDescriptor(std::move(fd), import.allocation_bytes); });
+  if (!allocation.ok()) return InField("cuda_descriptor", allocation.status());
+  if ((*allocation)->bytes() != import.allocation_bytes) {
+    return absl::InvalidArgumentError(absl::StrCat("cuda_descriptor.allocation_bytes: ", import.allocation_bytes,
+                                                   "; allocation ", import.allocation_id, " was imported with ",
+                                                   (*allocation)->bytes()));
+  }
+  ASSIGN_OR_RETURN(std::shared_ptr<Buffer> buffer,
+                   Buffer::Show(*std::move(allocation), MemorySpace::Gpu(device->uuid()), import.byte_offset,
+                                import.bytes, session.budget_));
+  return Register(session, std::move(buffer));
+}
+
+bool SessionTable::IsExportOf(const Session& session, const UniqueFd& fd) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::any_of(session.buffers_.begin(), session.buffers_.end(), [&](const Id& id) {
+    const absl::StatusOr<OwnedBuffer*> owned = buffers_.Find(id);
+    return owned.ok() && (*owned)->buffer->fd() >= 0 && SameOpenFile(fd.get(), (*owned)->buffer->fd());
+  });
+}
+
+absl::StatusOr<SessionTable::NewBuffer> SessionTable::AllocateBuffer(Session& session, std::uint64_t bytes,
+                                                                     std::string_view space) {
+  if (space.empty() || space == "host") {
+    ASSIGN_OR_RETURN(std::shared_ptr<Buffer> buffer, Buffer::Allocate(bytes, session.budget_));
+    return Register(session, std::move(buffer));
+  }
+  const bool named = space.starts_with("GPU-") || space.starts_with("MIG-");
+  if (!named && space != "cuda") {
+    return absl::InvalidArgumentError(absl::StrCat("space: \"", Av(space), "\"; host, cuda or a GPU's UUID"));
+  }
+  const bool first = space == "cuda" && !devices_.empty();
+  ASSIGN_OR_RETURN(DeviceMemory* const device, FindDevice("space", first ? devices_.front()->uuid() : space));
+  ASSIGN_OR_RETURN(std::shared_ptr<Buffer> buffer, Buffer::AllocateOn(*device, bytes, session.budget_));
   return Register(session, std::move(buffer));
 }
 
@@ -249,6 +376,7 @@ std::vector<BufferRow> SessionTable::ListBuffers(const std::function<bool(const 
     if (!include(owned.owner->peer_)) return;
     rows.push_back({.id = id,
                     .origin = owned.buffer->origin(),
+                    .space = owned.buffer->space(),
                     .bytes = owned.buffer->bytes(),
                     .users = owned.buffer->users(),
                     .age = now - owned.buffer->created(),

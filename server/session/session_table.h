@@ -3,7 +3,8 @@
 // A lease is one side-channel connection. A session is opened on a lease and owns buffers. Ending a session refuses new
 // work at once and drops its references; memory that running calls still use goes when the last of them has finished.
 //
-// Thread-safe. No lock is held while memory is mapped or unmapped.
+// Thread-safe. The table's lock is not held while memory is mapped or unmapped; a session's imports of GPU memory wait
+// for each other (ImportCache).
 #pragma once
 
 #include <atomic>
@@ -24,6 +25,7 @@
 #include "server/session/buffer.h"
 #include "server/session/id.h"
 #include "server/session/id_table.h"
+#include "server/session/import_cache.h"
 #include "server/session/peer.h"
 
 namespace tessera::server {
@@ -55,6 +57,7 @@ class Session {
   std::shared_ptr<SessionLane> lane_;
   std::shared_ptr<ByteBudget> budget_;
   std::atomic<bool> ended_{false};
+  ImportCache imports_;      // of GPU memory
   std::vector<Id> buffers_;  // guarded by SessionTable::mutex_
 };
 
@@ -79,9 +82,29 @@ struct SessionLimits {
   std::uint64_t session_buffer_bytes_max = 0;  // of one session; 0 = no limit of its own
 };
 
+// What a client says of GPU memory of its own. Errors name the fields as ImportBufferRequest does.
+struct LegacyImport {
+  std::string handle;  // of cudaIpcGetMemHandle
+  std::string device_uuid;
+  std::uint64_t allocation_id = 0;
+  std::int64_t exporter_pid = 0;  // getpid() of the process that made the handle, as that process sees it
+  std::uint64_t byte_offset = 0;
+  std::uint64_t bytes = 0;  // 0 = to the end
+};
+
+struct DescriptorImport {
+  std::uint64_t ticket = 0;  // of a descriptor of a VMM allocation
+  std::string device_uuid;
+  std::uint64_t allocation_id = 0;
+  std::uint64_t allocation_bytes = 0;
+  std::uint64_t byte_offset = 0;
+  std::uint64_t bytes = 0;  // 0 = to the end
+};
+
 struct BufferRow {
   Id id;
   BufferOrigin origin = BufferOrigin::kAllocated;
+  MemorySpace space;
   std::uint64_t bytes = 0;
   std::uint32_t users = 0;
   std::chrono::steady_clock::duration age{};
@@ -100,9 +123,10 @@ class SessionTable {
   static constexpr std::size_t kWaitingDescriptorsMax = 16;  // of one lease
   static constexpr std::size_t kLabelBytesMax = 64;
 
-  // `make_lane` is called once a session.
+  // `make_lane` is called once a session. `devices` are the GPUs that hold buffers, the first of them being the one
+  // that the space "cuda" means; they outlive the table and every pin.
   SessionTable(std::uint32_t epoch, const SessionLimits& limits, Metrics& metrics,
-               std::function<std::shared_ptr<SessionLane>()> make_lane);
+               std::function<std::shared_ptr<SessionLane>()> make_lane, std::vector<DeviceMemory*> devices = {});
 
   std::uint32_t epoch() const { return epoch_; }
 
@@ -123,10 +147,14 @@ class SessionTable {
   struct NewBuffer {
     Id id;
     std::uint64_t bytes = 0;
+    MemorySpace space;
   };
   absl::StatusOr<NewBuffer> ImportBuffer(Session& session, std::uint64_t ticket, std::uint64_t byte_offset,
                                          std::uint64_t bytes);
-  absl::StatusOr<NewBuffer> AllocateBuffer(Session& session, std::uint64_t bytes);
+  absl::StatusOr<NewBuffer> ImportLegacy(Session& session, const LegacyImport& import);
+  absl::StatusOr<NewBuffer> ImportDescriptor(Session& session, const DescriptorImport& import);
+  // `space`: empty or "host", "cuda" for the first GPU, or a GPU's UUID.
+  absl::StatusOr<NewBuffer> AllocateBuffer(Session& session, std::uint64_t bytes, std::string_view space = {});
   absl::Status ReleaseBuffer(const Session& session, const Id& buffer);
   absl::StatusOr<BufferPin> PinBuffer(const Session& session, const Id& buffer);
   std::vector<BufferRow> ListBuffers(const std::function<bool(const Peer& owner)>& include);
@@ -144,6 +172,9 @@ class SessionTable {
     std::shared_ptr<Session> owner;
   };
 
+  absl::StatusOr<DeviceMemory*> FindDevice(std::string_view field, std::string_view uuid) const;
+  // Whether `fd` came from ExportBuffer of this session, so that importing it would hide that both are one memory.
+  bool IsExportOf(const Session& session, const UniqueFd& fd);
   absl::StatusOr<UniqueFd> TakeDescriptor(const Session& session, std::uint64_t ticket);
   absl::Status CheckRoomForBuffer(const Session& session);
   absl::Status LimitReached(Limit limit, std::uint64_t value);
@@ -154,6 +185,7 @@ class SessionTable {
   const SessionLimits limits_;
   Metrics& metrics_;
   const std::function<std::shared_ptr<SessionLane>()> make_lane_;
+  const std::vector<DeviceMemory*> devices_;
   const std::shared_ptr<ByteBudget> budget_;
 
   std::mutex mutex_;

@@ -95,8 +95,11 @@ class SideConnection : public std::enable_shared_from_this<SideConnection> {
     auto exported = sessions_.ExportBuffer(lease_, id);
     if (!exported.ok()) return InField("fetch_descriptor.buffer_id", exported.status());
     pin = *std::move(exported);
-    reply.mutable_descriptor_passed()->set_byte_offset(0);
-    reply.mutable_descriptor_passed()->set_bytes(pin->bytes());
+    v1::SideReply::DescriptorPassed& passed = *reply.mutable_descriptor_passed();
+    passed.set_byte_offset(0);
+    passed.set_bytes(pin->bytes());
+    passed.set_space(pin->space().Name());
+    passed.set_allocation_bytes(pin->allocation_bytes());
     return absl::OkStatus();
   }
 

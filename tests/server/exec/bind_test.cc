@@ -13,6 +13,7 @@
 
 #include "common/text.h"
 #include "tests/server/exec/bound_memory.h"
+#include "tests/server/session/fake_device_memory.h"
 #include "tests/server/session/posix_fixtures.h"
 
 namespace tessera::server {
@@ -47,6 +48,12 @@ class BindTest : public ::testing::Test {
 
   Id Allocate(Session& session) {
     const auto made = table_.AllocateBuffer(session, kBufferBytes);
+    EXPECT_TRUE(made.ok()) << made.status();
+    return made.ok() ? made->id : Id{};
+  }
+
+  Id AllocateOnGpu() {
+    const auto made = table_.AllocateBuffer(*session_, kBufferBytes, "cuda");
     EXPECT_TRUE(made.ok()) << made.status();
     return made.ok() ? made->id : Id{};
   }
@@ -119,6 +126,8 @@ class BindTest : public ::testing::Test {
     }
   }
 
+  FakeDeviceMemory gpu_;
+  FakeDeviceMemory second_gpu_{"GPU-22222222-2222-3333-4444-555555555555"};
   Metrics metrics_{MetricsOptions{.version = "test", .variants = {}}};
   SessionTable table_{1,
                       {.sessions_max = 9,
@@ -127,7 +136,8 @@ class BindTest : public ::testing::Test {
                        .buffer_bytes_max = 1U << 24U,
                        .session_buffer_bytes_max = 1U << 24U},
                       metrics_,
-                      [] { return std::make_shared<SessionLane>(); }};
+                      [] { return std::make_shared<SessionLane>(); },
+                      {&gpu_, &second_gpu_}};
   std::string inline_result_;
   Id lease_, a_, b_, d_, v_, foreign_;
   std::shared_ptr<Session> session_, other_session_;
@@ -700,6 +710,85 @@ TEST_F(BindTest, EmptyProblemsBind) {
   Reshape(call.b, {kN, 0});
   call.a.buffer = call.d.buffer;
   EXPECT_TRUE(Bind(call).ok()) << "no bytes, no overlap";
+}
+
+TEST_F(BindTest, SpaceIsThatOfEveryTensor) {
+  const auto host = Bind(Full());
+  ASSERT_TRUE(host.ok()) << host.status();
+  EXPECT_EQ(host->space, MemorySpace());
+
+  GemmCall call = Full();
+  call.a.buffer = AllocateOnGpu();
+  call.b.buffer = AllocateOnGpu();
+  call.d.buffer = AllocateOnGpu();
+  const Id vectors = AllocateOnGpu();
+  for (TensorRef* ref : {&*call.a_scale->vector, &*call.b_scale->vector, &*call.bias}) ref->buffer = vectors;
+  const auto bound = Bind(call);
+  ASSERT_TRUE(bound.ok()) << bound.status();
+  EXPECT_EQ(bound->space, MemorySpace::Gpu(kFakeGpu));
+  EXPECT_EQ(bound->params.a.data, DataOf(call.a.buffer));
+  EXPECT_EQ(static_cast<const void*>(bound->params.b_scale.vector), DataOf(vectors) + 64);
+}
+
+TEST_F(BindTest, MixedSpacesAreRefusedByTheField) {
+  const Id on_gpu = AllocateOnGpu();
+  std::vector<Row> rows = {
+      {"b", [&](GemmCall& c) { c.b.buffer = on_gpu; }, StatusCode::kInvalidArgument, "op.b: is in GPU-1111"},
+      {"d", [&](GemmCall& c) { c.d.buffer = on_gpu; }, StatusCode::kInvalidArgument, "op.d: is in GPU-1111"},
+      {"a", [&](GemmCall& c) { c.a.buffer = on_gpu; }, StatusCode::kInvalidArgument,
+       "op.b: is in host, op.a in GPU-1111"},
+      {"a_scale", [&](GemmCall& c) { c.a_scale->vector->buffer = on_gpu; }, StatusCode::kInvalidArgument,
+       "op.a_scale.vector: is in GPU-1111"},
+      {"b_scale", [&](GemmCall& c) { c.b_scale->vector->buffer = on_gpu; }, StatusCode::kInvalidArgument,
+       "op.b_scale.vector: is in GPU-1111"},
+      {"bias", [&](GemmCall& c) { c.bias->buffer = on_gpu; }, StatusCode::kInvalidArgument,
+       "op.epilogue.bias: is in GPU-1111"},
+  };
+  ExpectEach(Full(), rows);
+}
+
+TEST_F(BindTest, InlineTensorsAreInHostMemory) {
+  const std::string data(kInlineMax, '\0');
+  GemmCall call = Good();
+  call.a.buffer = AllocateOnGpu();
+  call.b.buffer = AllocateOnGpu();
+  call.d.buffer = AllocateOnGpu();
+  const std::vector<Row> rows = {
+      {"input",
+       [&](GemmCall& c) {
+         c.b.storage = TensorRef::Storage::kInlineData;
+         c.b.inline_data = &data;
+       },
+       StatusCode::kInvalidArgument, "op.b: is in host"},
+      {"output", [](GemmCall& c) { c.d.storage = TensorRef::Storage::kInlineResult; }, StatusCode::kInvalidArgument,
+       "op.d: is in host"},
+  };
+  ExpectEach(call, rows);
+  const auto other_gpu = table_.AllocateBuffer(*session_, kBufferBytes, second_gpu_.uuid());
+  ASSERT_TRUE(other_gpu.ok());
+  ExpectEach(call, {{"another GPU", [&](GemmCall& c) { c.b.buffer = other_gpu->id; }, StatusCode::kInvalidArgument,
+                     "op.b: is in GPU-2222"}});
+}
+
+TEST_F(BindTest, OverlapIsSeenThroughTwoImportsOfOneAllocation) {
+  const LegacyImport import{.handle = gpu_.ExportLegacy(2 * kBufferBytes),
+                            .device_uuid = kFakeGpu,
+                            .allocation_id = 7,
+                            .exporter_pid = ::getpid() + 1};
+  LegacyImport later = import;
+  later.byte_offset = 16;
+  const auto first = table_.ImportLegacy(*session_, import);
+  const auto second = table_.ImportLegacy(*session_, later);
+  ASSERT_TRUE(first.ok() && second.ok());
+  GemmCall call = Good();
+  call.a.buffer = first->id;
+  call.b.buffer = AllocateOnGpu();
+  call.d.buffer = second->id;
+  EXPECT_THAT(MessageOf(Bind(call).status()), StartsWith("op.d: overlaps op.a"));
+  call.d.byte_offset = kM * kK * 2 - 16;
+  EXPECT_TRUE(Bind(call).ok()) << "right behind A";
+  call.d.byte_offset -= 4;
+  EXPECT_THAT(MessageOf(Bind(call).status()), StartsWith("op.d: overlaps op.a"));
 }
 
 }  // namespace

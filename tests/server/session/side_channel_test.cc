@@ -23,6 +23,7 @@
 #include "server/session/acceptor.h"
 #include "server/session/unix_listener.h"
 #include "tessera/v1/side_channel.pb.h"
+#include "tests/server/session/fake_device_memory.h"
 #include "tests/server/session/posix_fixtures.h"
 
 namespace tessera::server {
@@ -172,6 +173,7 @@ class SideChannelTest : public ::testing::Test {
   const TemporaryDirectory directory_;
   const Peer self_{.pid = ::getpid(), .uid = ::geteuid(), .gid = ::getegid()};
   Metrics metrics_{MetricsOptions{.version = "test", .variants = {}}};
+  FakeDeviceMemory gpu_;
   SessionTable table_{kEpoch,
                       {.sessions_max = 8,
                        .leases_max = 3,
@@ -179,7 +181,8 @@ class SideChannelTest : public ::testing::Test {
                        .buffer_bytes_max = 1U << 26U,
                        .session_buffer_bytes_max = 1U << 26U},
                       metrics_,
-                      [] { return std::make_shared<SessionLane>(); }};
+                      [] { return std::make_shared<SessionLane>(); },
+                      {&gpu_}};
   std::optional<UnixListener> listener_;
   std::unique_ptr<boost::asio::io_context> io_;
   std::unique_ptr<Acceptor> acceptor_;
@@ -235,6 +238,8 @@ TEST_F(SideChannelTest, FetchedDescriptorShowsTheDaemonsMemory) {
   ASSERT_TRUE(reply.message.has_descriptor_passed()) << reply.message.ShortDebugString();
   EXPECT_EQ(reply.message.descriptor_passed().byte_offset(), 0U);
   EXPECT_EQ(reply.message.descriptor_passed().bytes(), kBytes);
+  EXPECT_EQ(reply.message.descriptor_passed().space(), "host");
+  EXPECT_EQ(reply.message.descriptor_passed().allocation_bytes(), kBytes);
   ASSERT_EQ(reply.fds.size(), 1U);
   void* const mapping = ::mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED, reply.fds[0].get(), 0);
   ASSERT_NE(mapping, MAP_FAILED);
@@ -249,6 +254,22 @@ TEST_F(SideChannelTest, FetchedDescriptorShowsTheDaemonsMemory) {
   client.ExpectAlive();
   EXPECT_EQ((*pin)->users(), 1U) << "the fetch keeps its pin";
   EXPECT_TRUE(Shows("tessera_side_messages_total{kind=\"fetch\"} 2"));
+}
+
+TEST_F(SideChannelTest, FetchedDescriptorOfAGpusBufferTellsItsAllocation) {
+  Id lease;
+  const Client client = ConnectWelcomed(lease);
+  const std::shared_ptr<Session> session = OpenSession(lease);
+  ASSERT_NE(session, nullptr);
+  const auto buffer = table_.AllocateBuffer(*session, 100, "cuda");
+  ASSERT_TRUE(buffer.ok()) << buffer.status();
+  const Reply reply = client.Ask(FetchRequest(buffer->id.Bytes()));
+  ASSERT_TRUE(reply.message.has_descriptor_passed()) << reply.message.ShortDebugString();
+  EXPECT_EQ(reply.message.descriptor_passed().byte_offset(), 0U);
+  EXPECT_EQ(reply.message.descriptor_passed().bytes(), 100U);
+  EXPECT_EQ(reply.message.descriptor_passed().space(), kFakeGpu);
+  EXPECT_EQ(reply.message.descriptor_passed().allocation_bytes(), kFakeGranularity);
+  EXPECT_EQ(reply.fds.size(), 1U);
 }
 
 TEST_F(SideChannelTest, ErrorsKeepTheConnection) {

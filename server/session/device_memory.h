@@ -1,0 +1,88 @@
+// Memory that calls compute on, wherever it is: spaces, mappings, and what a GPU must offer to hold buffers. No CUDA in
+// here: the implementation is server/exec/cuda_memory.h, and tests have a fake.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/status/statusor.h"
+#include "common/unique_fd.h"
+
+namespace tessera::server {
+
+// Where memory is: in the host's, or on one GPU.
+class MemorySpace {
+ public:
+  MemorySpace() = default;  // host
+  static MemorySpace Gpu(std::string uuid) {
+    MemorySpace space;
+    space.uuid_ = std::move(uuid);
+    return space;
+  }
+
+  bool on_gpu() const { return !uuid_.empty(); }
+  const std::string& uuid() const { return uuid_; }                    // "GPU-xxxxxxxx-xxxx-..."; empty: host
+  std::string Name() const { return uuid_.empty() ? "host" : uuid_; }  // as on the wire
+  friend bool operator==(const MemorySpace&, const MemorySpace&) = default;
+
+ private:
+  std::string uuid_;
+};
+
+// Memory that has an address in this process until the object is gone. Of GPU memory it is an address for kernels:
+// the host never reads through it.
+class Mapping {
+ public:
+  Mapping(std::byte* data, std::uint64_t bytes) : data_(data), bytes_(bytes) {}
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+  virtual ~Mapping() = default;
+
+  std::byte* data() const { return data_; }
+  std::uint64_t bytes() const { return bytes_; }
+  virtual int fd() const { return -1; }  // shows the memory to another process; -1: it cannot be passed on
+
+ private:
+  std::byte* const data_;
+  const std::uint64_t bytes_;
+};
+
+// What cudaIpcGetMemHandle gives: names one cudaMalloc allocation of another process.
+using LegacyHandle = std::array<char, 64>;
+
+// The memory of one GPU. Thread-safe. Mappings are of whole allocations, may outlive no DeviceMemory, and are unmapped
+// by their destructor, on whatever thread drops the last pin: nothing on the GPU uses them any more by then.
+class DeviceMemory {
+ public:
+  virtual ~DeviceMemory() = default;
+
+  virtual const std::string& uuid() const = 0;    // "GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx"
+  virtual std::uint64_t granularity() const = 0;  // allocations are a multiple of this many bytes
+
+  // Zeroed memory of `bytes`, a multiple of the granularity, with a descriptor. RESOURCE_EXHAUSTED if the GPU is full.
+  virtual absl::StatusOr<std::unique_ptr<Mapping>> Allocate(std::uint64_t bytes) = 0;
+
+  // Another process's cudaMalloc allocation; Mapping::bytes() is its true size as the driver knows it.
+  // INVALID_ARGUMENT: not a handle of live memory of this GPU. FAILED_PRECONDITION: no context takes this handle.
+  virtual absl::StatusOr<std::unique_ptr<Mapping>> ImportLegacy(const LegacyHandle& handle) = 0;
+
+  // The allocation that `fd` shows, of which `allocation_bytes` are mapped. INVALID_ARGUMENT: `fd` is no allocation of
+  // this GPU, or it is smaller than that.
+  virtual absl::StatusOr<std::unique_ptr<Mapping>> ImportDescriptor(UniqueFd fd, std::uint64_t allocation_bytes) = 0;
+};
+
+// `bytes` rounded up to a multiple of `granularity`; the largest number if that has no 64-bit value.
+constexpr std::uint64_t AllocationBytes(std::uint64_t bytes, std::uint64_t granularity) {
+  const std::uint64_t last = bytes % granularity;
+  if (last == 0) return bytes;
+  const std::uint64_t more = granularity - last;
+  return bytes > std::numeric_limits<std::uint64_t>::max() - more ? std::numeric_limits<std::uint64_t>::max()
+                                                                  : bytes + more;
+}
+
+}  // namespace tessera::server
