@@ -21,6 +21,9 @@ struct GemmProblem {
   std::int64_t m = 0;
   std::int64_t n = 0;
   std::int64_t k = 0;
+  // Trees of variants whose loaders can address the operands: their strides and alignment.
+  kernels::ArchSet addressable = {kernels::Arch::kCpu, kernels::Arch::kSm80, kernels::Arch::kSm89,
+                                  kernels::Arch::kSm90a, kernels::Arch::kVendor};
 };
 
 class GemmPlanner {

@@ -21,8 +21,9 @@ constexpr std::string_view SourceName(Source source) {
 
 struct DeviceFacts {
   kernels::Backend backend = kernels::Backend::kCpu;
-  int processors = 1;                    // CPU threads, or SMs
-  std::int64_t workspace_bytes_max = 0;  // scratch that one launch may use
+  kernels::ArchSet archs = {kernels::Arch::kCpu};  // trees of variants that run on it
+  int processors = 1;                              // CPU threads, or SMs
+  std::int64_t workspace_bytes_max = 0;            // scratch that one launch may use
 };
 
 // A decision: variant and run-time shape of one launch.

@@ -24,10 +24,20 @@ if [ "$all" = 1 ]; then
 else
   tools/install_packages.sh
 fi
+if [ "$all" = 1 ]; then
+  # Device code is compiled wherever there is a compiler for it; running it takes a GPU (tests/gpu/run.sh).
+  export TESSERA_CUDA_ARCHS=${TESSERA_CUDA_ARCHS:-90a}
+fi
 tools/build.sh cpu
+grep -h -- '-- CUDA:' build/cpu/build.log
 ctest --preset cpu -j "$(nproc)"
 
 if [ "$all" = 1 ]; then
+  if grep -q '^TESSERA_CUDA:INTERNAL=ON' build/cpu/CMakeCache.txt; then
+    tools/check_device_code.py --self-test
+    find build/cpu/kernels -name '*.cu.o.ptxas' -exec cat {} + >build/cpu/ptxas.log
+    find build/cpu/kernels -name '*.cu.o' -exec tools/check_device_code.py build/cpu/ptxas.log {} +
+  fi
   tools/lint.sh
   tools/sanitize.sh address
   tools/sanitize.sh thread

@@ -6,20 +6,22 @@ namespace tessera::kernels {
 namespace {
 
 constexpr GemmVariant MakeVariant(std::string_view id, std::string_view class_name, std::string_view recipe,
-                                  GemmTile tile, WorkspaceRule workspace, std::string_view source_hash) {
+                                  GemmTile tile, int stages, WorkspaceRule workspace, std::string_view source_hash) {
   const NamedGemmClass parsed = ParseGemmClass(class_name).value();
   return {.info = {.id = id,
                    .class_name = class_name,
                    .recipe = recipe,
-                   .backend = parsed.backend,
+                   .arch = parsed.arch,
+                   .backend = BackendOf(parsed.arch),
                    .workspace = workspace,
                    .source_hash = source_hash},
           .gemm_class = parsed.gemm_class,
-          .tile = tile};
+          .tile = tile,
+          .stages = stages};
 }
 
-#define TESSERA_GEMM_VARIANT(symbol, id, class_name, recipe, tile_m, tile_n, tile_k, workspace, hash) \
-  MakeVariant(id, class_name, recipe, GemmTile{tile_m, tile_n, tile_k}, workspace, hash),
+#define TESSERA_GEMM_VARIANT(arch, symbol, id, class_name, recipe, tile_m, tile_n, tile_k, stages, workspace, hash) \
+  MakeVariant(id, class_name, recipe, GemmTile{tile_m, tile_n, tile_k}, stages, workspace, hash),
 constexpr GemmVariant kVariants[] = {
 #include "kernels/gemm/gemm_variants.inc"
 };
@@ -51,6 +53,7 @@ std::optional<std::size_t> FindGemmVariant(std::string_view id) {
 std::optional<std::int64_t> GemmWorkspaceBytes(const GemmVariant& variant, std::int64_t batch, std::int64_t m,
                                                std::int64_t n, int split) {
   if (variant.info.workspace == WorkspaceRule::kNone || batch == 0 || m == 0 || n == 0) return 0;
+  if (variant.info.workspace == WorkspaceRule::kLibrary) return kLibraryWorkspaceBytes;
   std::int64_t bytes = static_cast<std::int64_t>(GemmAccumulatorBytes(variant.gemm_class));
   for (const std::int64_t factor : {batch, m, n, static_cast<std::int64_t>(split)}) {
     if (__builtin_mul_overflow(bytes, factor, &bytes)) return std::nullopt;

@@ -21,6 +21,7 @@ struct GemmVariant {
   VariantInfo info;
   GemmClass gemm_class;
   GemmTile tile;
+  int stages = 0;  // tiles of K that are under way at once; 0 = no such pipeline
 };
 
 // In row order. An index into this table names a variant for kernels/launch and for metrics.

@@ -80,7 +80,7 @@ constexpr int IndexOf(const std::string_view (&names)[kCount], std::string_view 
 }  // namespace internal
 
 struct NamedGemmClass {
-  Backend backend = Backend::kCpu;
+  Arch arch = Arch::kCpu;
   GemmClass gemm_class;
 };
 
@@ -88,16 +88,9 @@ struct NamedGemmClass {
 constexpr std::optional<NamedGemmClass> ParseGemmClass(std::string_view name) {
   NamedGemmClass parsed;
   if (internal::TakeUntil(name, '.') != "gemm") return std::nullopt;
-  const std::string_view arch = internal::TakeUntil(name, '.');
-  if (arch == "cpu") {
-    parsed.backend = Backend::kCpu;
-  } else if (arch == "vendor") {
-    parsed.backend = Backend::kVendor;
-  } else if (arch.substr(0, 2) == "sm") {
-    parsed.backend = Backend::kCuda;
-  } else {
-    return std::nullopt;
-  }
+  const int arch = internal::IndexOf(kArchNames, internal::TakeUntil(name, '.'));
+  if (arch < 0) return std::nullopt;
+  parsed.arch = static_cast<Arch>(arch);
   std::string_view pair = internal::TakeUntil(name, '.');
   parsed.gemm_class.a = DTypeFromName(internal::TakeUntil(pair, '_'));
   parsed.gemm_class.b = DTypeFromName(pair);

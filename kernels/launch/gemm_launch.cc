@@ -3,20 +3,33 @@
 #include <iterator>
 
 #include "kernels/catalog/gemm_catalog.h"
+#include "kernels/gemm/gemm_entry.h"
 
 namespace tessera::kernels {
 
-using GemmLauncher = LaunchError (*)(const GemmParams&, const LaunchShape&, const LaunchContext&);
+// Trees that this build has compiled; the build system says which CUDA ones.
+#define TESSERA_GEMM_ENTRY_cpu(symbol) &symbol
+#ifdef TESSERA_CUDA_SM80
+#define TESSERA_GEMM_ENTRY_sm80(symbol) &symbol
+#define TESSERA_GEMM_ENTRY_vendor(symbol) &symbol
+#else
+#define TESSERA_GEMM_ENTRY_sm80(symbol) nullptr
+#define TESSERA_GEMM_ENTRY_vendor(symbol) nullptr
+#endif
+#ifdef TESSERA_CUDA_SM90A
+#define TESSERA_GEMM_ENTRY_sm90a(symbol) &symbol
+#else
+#define TESSERA_GEMM_ENTRY_sm90a(symbol) nullptr
+#endif
 
-#define TESSERA_GEMM_VARIANT(symbol, ...) \
-  LaunchError symbol(const GemmParams& params, const LaunchShape& shape, const LaunchContext& context);
+#define TESSERA_GEMM_VARIANT(arch, symbol, ...) extern const GemmEntry symbol;
 #include "kernels/gemm/gemm_variants.inc"
 #undef TESSERA_GEMM_VARIANT
 
 namespace {
 
-#define TESSERA_GEMM_VARIANT(symbol, ...) &symbol,
-constexpr GemmLauncher kLaunchers[] = {
+#define TESSERA_GEMM_VARIANT(arch, symbol, ...) TESSERA_GEMM_ENTRY_##arch(symbol),
+constexpr const GemmEntry* kEntries[] = {
 #include "kernels/gemm/gemm_variants.inc"
 };
 #undef TESSERA_GEMM_VARIANT
@@ -31,7 +44,7 @@ bool HasWork(const GemmParams& params) {
 bool ShapeFits(const GemmVariant& variant, const GemmParams& params, const LaunchShape& shape,
                const LaunchContext& context) {
   if (shape.split < 1) return false;
-  if (variant.info.workspace == WorkspaceRule::kNone) return shape.split == 1;
+  if (variant.info.workspace != WorkspaceRule::kSplitPartials && shape.split != 1) return false;
   std::int64_t batch = 1;
   for (const std::int64_t extent : params.batch_shape) batch *= extent;
   const auto needed = GemmWorkspaceBytes(variant, batch, params.m, params.n, shape.split);
@@ -40,12 +53,22 @@ bool ShapeFits(const GemmVariant& variant, const GemmParams& params, const Launc
 
 }  // namespace
 
+bool GemmBuilt(std::size_t index) {
+  return index < std::size(kEntries) && kEntries[index] != nullptr;
+}
+
+LaunchError PrepareGemm(std::size_t index, KernelFacts& facts) {
+  facts = {};
+  if (!GemmBuilt(index)) return kLaunchInvalidValue;
+  return kEntries[index]->prepare == nullptr ? kLaunchOk : kEntries[index]->prepare(facts);
+}
+
 LaunchError LaunchGemm(std::size_t index, const GemmParams& params, const LaunchShape& shape,
                        const LaunchContext& context) {
-  if (index >= std::size(kLaunchers)) return kLaunchInvalidValue;
+  if (!GemmBuilt(index)) return kLaunchInvalidValue;
   if (!HasWork(params)) return kLaunchOk;
   if (!ShapeFits(GemmVariants()[index], params, shape, context)) return kLaunchInvalidValue;
-  return kLaunchers[index](params, shape, context);
+  return kEntries[index]->launch(params, shape, context);
 }
 
 }  // namespace tessera::kernels

@@ -39,4 +39,12 @@ struct LaunchContext {
   HostParallel parallel;  // CPU variants only
 };
 
+// What the compiled kernel of a CUDA variant takes, as the driver reports it.
+struct KernelFacts {
+  int registers = 0;     // a thread
+  int local_bytes = 0;   // a thread; anything but 0 is a spill or an array that lost its registers
+  int shared_bytes = 0;  // a block, static and dynamic
+  int threads = 0;       // a block
+};
+
 }  // namespace tessera::kernels

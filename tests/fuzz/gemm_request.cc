@@ -11,6 +11,7 @@
 
 #include "absl/status/status.h"
 #include "common/text.h"
+#include "kernels/launch/gemm_addressable.h"
 #include "planner/gemm_planner.h"
 #include "server/exec/bind.h"
 #include "server/rpc/decode.h"
@@ -142,7 +143,9 @@ class Daemon {
     }
     CheckBound(request, *bound, usable_, inline_result, kInlineBytesMax);
     CheckPinned(request, bound->pins.size());
-    return Plan(request, bound->problem, options->backend, refusal);
+    planner::GemmProblem problem = bound->problem;
+    problem.addressable = kernels::AddressableBy(problem.gemm_class, bound->params);
+    return Plan(request, problem, options->backend, refusal);
   }
 
   server::BindScope Scope(const server::Session* session, std::string& inline_result) {
@@ -178,14 +181,17 @@ class Daemon {
     }
     if (!backend.has_value() || *backend == kernels::Backend::kCpu) return Outcome::kBound;
     const planner::DeviceFacts facts = {
-        .backend = *backend, .processors = 132, .workspace_bytes_max = std::int64_t{256} << 20};
+        .backend = *backend,
+        .archs = {kernels::Arch::kSm80, kernels::Arch::kSm89, kernels::Arch::kSm90a, kernels::Arch::kVendor},
+        .processors = 132,
+        .workspace_bytes_max = std::int64_t{256} << 20};
     const auto plan = planner_.Decide(problem, facts);
     if (plan.ok()) {
       CheckPlan(request, problem, facts, *plan);
       return Outcome::kBound;
     }
     refusal = MessageOf(plan.status());
-    if (plan.status().code() != StatusCode::kUnimplemented || refusal.find("no kernel of class ") != 0 ||
+    if (plan.status().code() != StatusCode::kUnimplemented || refusal.find("no kernel of ") != 0 ||
         refusal.find(kernels::BackendName(*backend)) == std::string::npos) {
       BrokenPromise(request, "options.backend", "no plan, and not for lack of a kernel: " + plan.status().ToString());
     }

@@ -51,14 +51,13 @@ TEST(GemmCatalogue, EveryClassNameParsesBackToItself) {
   for (const GemmVariant& variant : GemmVariants()) {
     const auto parsed = ParseGemmClass(variant.info.class_name);
     ASSERT_TRUE(parsed.has_value()) << variant.info.class_name;
-    EXPECT_EQ(parsed->backend, variant.info.backend) << variant.info.id;
+    EXPECT_EQ(parsed->arch, variant.info.arch) << variant.info.id;
+    EXPECT_EQ(BackendOf(parsed->arch), variant.info.backend) << variant.info.id;
     EXPECT_TRUE(parsed->gemm_class == variant.gemm_class) << variant.info.id;
     const std::string rest = variant.gemm_class.ToString();
     ASSERT_TRUE(variant.info.class_name.ends_with("." + rest)) << variant.info.class_name;
     const std::string_view head = variant.info.class_name.substr(0, variant.info.class_name.size() - rest.size());
-    if (variant.info.backend == Backend::kCpu) {
-      EXPECT_EQ(head, "gemm.cpu.");
-    }
+    EXPECT_EQ(head, "gemm." + std::string(ArchName(variant.info.arch)) + ".");
   }
 }
 
@@ -88,9 +87,9 @@ TEST(GemmCatalogue, MalformedClassNamesDoNotParse) {
 }
 
 TEST(GemmCatalogue, ArchitecturesNameTheirBackend) {
-  EXPECT_EQ(ParseGemmClass("gemm.cpu.bf16_bf16.bf16.fast.NT")->backend, Backend::kCpu);
-  EXPECT_EQ(ParseGemmClass("gemm.sm90a.bf16_bf16.bf16.fast.NT")->backend, Backend::kCuda);
-  EXPECT_EQ(ParseGemmClass("gemm.vendor.bf16_bf16.bf16.fast.NT")->backend, Backend::kVendor);
+  EXPECT_EQ(BackendOf(ParseGemmClass("gemm.cpu.bf16_bf16.bf16.fast.NT")->arch), Backend::kCpu);
+  EXPECT_EQ(BackendOf(ParseGemmClass("gemm.sm90a.bf16_bf16.bf16.fast.NT")->arch), Backend::kCuda);
+  EXPECT_EQ(BackendOf(ParseGemmClass("gemm.vendor.bf16_bf16.bf16.fast.NT")->arch), Backend::kVendor);
 }
 
 TEST(GemmCatalogue, KeysOfDifferentClassesDiffer) {
@@ -167,6 +166,13 @@ TEST(GemmWorkspace, IsNothingForVariantsThatTakeNone) {
   const GemmVariant variant = VariantWith(WorkspaceRule::kNone, DType::kS8, DType::kS8);
   constexpr std::int64_t kMax = std::numeric_limits<std::int64_t>::max();
   EXPECT_EQ(GemmWorkspaceBytes(variant, kMax, kMax, kMax, 1), 0);
+}
+
+TEST(GemmWorkspace, OfALibraryIsFixed) {
+  const GemmVariant variant = VariantWith(WorkspaceRule::kLibrary, DType::kBf16, DType::kBf16);
+  EXPECT_EQ(GemmWorkspaceBytes(variant, 1, 1, 1, 1), kLibraryWorkspaceBytes);
+  EXPECT_EQ(GemmWorkspaceBytes(variant, 9, 4096, 4096, 1), kLibraryWorkspaceBytes);
+  EXPECT_EQ(GemmWorkspaceBytes(variant, 1, 0, 4096, 1), 0);
 }
 
 TEST(GemmWorkspace, BeyondSixtyThreeBitsIsNullopt) {

@@ -23,12 +23,12 @@ accum_choice = ["e4m3_e4m3"]
 
 ROW = {
     "arch": '"cpu"', "recipe": '"plain"', "launcher": '"cpu::Plain"', "header": '"toy/plain.h"',
-    "sources": '["toy/plain.h", "toy/shared.h"]', "tile": "[4, 8, 1]", "workspace": '"none"',
+    "sources": '["toy/plain.h", "toy/shared.h"]', "tile": "[4, 8, 1]", "stages": "0", "workspace": '"none"',
     "pairs": '"*"', "outs": '"*"', "accums": '"*"', "layouts": '"*"',
 }
 
-VARIANT = re.compile(r'^TESSERA_TOY_VARIANT\((\w+), "([^"]+)", "([^"]+)", "([^"]+)", '
-                     r'(\d+), (\d+), (\d+), (WorkspaceRule::\w+), "([0-9a-f]{16})"\)$')
+VARIANT = re.compile(r'^TESSERA_TOY_VARIANT\(\w+, (\w+), "([^"]+)", "([^"]+)", "([^"]+)", '
+                     r'(\d+), (\d+), (\d+), (\d+), (WorkspaceRule::\w+), "([0-9a-f]{16})"\)$')
 
 
 def row_text(**changes):
@@ -86,15 +86,29 @@ class KernelgenTest(unittest.TestCase):
         self.assertEqual([variant[2] for variant in variants], ["toy.cpu.e4m3_e4m3.f32.exact.NN"])
 
     def test_a_variant_line_holds_the_row(self):
-        symbol, identity, name, recipe, *tile, workspace, _ = self.generate(
-            row_text(pairs='["s8_s8"]', outs='["f32"]', layouts='["NN"]', tile="[16, 32, 64]",
+        symbol, identity, name, recipe, *tile, stages, workspace, _ = self.generate(
+            row_text(pairs='["s8_s8"]', outs='["f32"]', layouts='["NN"]', tile="[16, 32, 64]", stages="3",
                      workspace='"split_partials"'))[0]
         self.assertEqual(name, "toy.cpu.s8_s8.f32.fast.NN")
         self.assertEqual(identity, name + "/plain")
         self.assertEqual(symbol, "toy__cpu__s8_s8__f32__fast__NN__plain")
         self.assertEqual(recipe, "plain")
         self.assertEqual(tile, ["16", "32", "64"])
+        self.assertEqual(stages, "3")
         self.assertEqual(workspace, "WorkspaceRule::kSplitPartials")
+
+    def test_the_architecture_chooses_unit_and_macro(self):
+        self.generate(row_text(arch='"sm80"'), row_text(arch='"vendor"', recipe='"library"'))
+        cuda = (self.generated / "toy_sm80_plain.cu").read_text()
+        self.assertIn("TESSERA_TOY_CUDA_LAUNCHER(", cuda)
+        self.assertIn('#include "kernels/toy/cuda/launcher.h"', cuda)
+        library = (self.generated / "toy_vendor_library.cc").read_text()
+        self.assertIn("TESSERA_TOY_VENDOR_LAUNCHER(", library)
+        self.assertIn("TESSERA_TOY_VARIANT(sm80, ", (self.generated / "toy_variants.inc").read_text())
+
+    def test_stages_are_a_count(self):
+        self.assert_refused(row_text(stages="-1"), naming=["stages", "plain"])
+        self.assert_refused(row_text(stages='"two"'), naming=["stages", "plain"])
 
     def test_each_row_has_its_own_unit_and_the_list_names_all(self):
         variants = self.generate(row_text(), row_text(recipe='"other"', header='"toy/other.h"', pairs='["s8_s8"]'))

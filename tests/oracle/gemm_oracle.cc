@@ -144,7 +144,8 @@ Judgement JudgeElement(const GemmTypes& types, std::int64_t k, double got, doubl
   if (std::isnan(value)) return {std::isnan(got) ? 0 : kNever, 0};
   if (std::isinf(value)) return {got == value ? 0 : kNever, 0};
   const double terms = AccumulatesExactly(types) ? 0 : kRoundingsPerTerm * static_cast<double>(k);
-  const double computing = kF32HalfUlp * (terms * sum_magnitude + kEpilogueRoundings * magnitude) + kF32SubnormalMin;
+  const double computing = kF32HalfUlp * (terms * sum_magnitude + kEpilogueRoundings * magnitude) +
+                           types.sum_error * sum_magnitude + kF32SubnormalMin;
   if (std::isnan(got)) return {kNever, computing};
   if (std::isinf(got)) {
     // Right where the value, or one within the computing error of it, leaves the finite range on that side.

@@ -15,6 +15,7 @@ struct GemmTypes {
   DType a = DType::kUnspecified;
   DType b = DType::kUnspecified;
   DType d = DType::kUnspecified;
+  double sum_error = 0;  // allowed of the sum beyond float32's, relative to GemmTruth::sum_magnitude
 };
 
 // One entry for each element of D, packed [batch.., m, n].

@@ -461,6 +461,22 @@ TEST(CheckGemm, RangeOfTheOutputDecidesInfinity) {
   EXPECT_FALSE(ok(65000, 0x7c00));
 }
 
+TEST(CheckGemm, SumErrorAllowsAShareOfTheMagnitudes) {
+  TinyGemm gemm;
+  gemm.types.d = DType::kF32;
+  GemmParams params = Sized(1, 1, 1);
+  float d = 1.5F;
+  params.a.data = gemm.a.data();
+  params.b.data = gemm.b.data();
+  params.d.data = &d;
+  const GemmTruth truth = {{1.0}, {8.0}, {8.0}};
+  EXPECT_FALSE(CheckGemm(params, gemm.types, truth).ok);
+  gemm.types.sum_error = 0x1p-4;
+  EXPECT_TRUE(CheckGemm(params, gemm.types, truth).ok);
+  gemm.types.sum_error = 0x1p-5;
+  EXPECT_FALSE(CheckGemm(params, gemm.types, truth).ok);
+}
+
 TEST(CheckGemm, Int8AllowsOnlyTheEpilogue) {
   const std::array<std::int8_t, 4> ones = {1, 1, 1, 1};
   std::array<std::int8_t, 4> a = ones;

@@ -21,6 +21,7 @@
 namespace tessera::planner {
 namespace {
 
+using kernels::Arch;
 using kernels::Backend;
 using kernels::GemmClass;
 using kernels::GemmVariant;
@@ -221,7 +222,17 @@ struct Question {
   DeviceFacts facts;
 };
 
-// "<class> batch=1 m=2 n=3 k=4 threads=8 scratch=67108864"; nullopt unless every field is there once, and no other.
+// What runs on the least device of a tree.
+kernels::ArchSet ArchsOf(Arch arch) {
+  kernels::ArchSet archs = {arch};
+  if (arch == Arch::kSm89 || arch == Arch::kSm90a) archs.Add(Arch::kSm80);
+  if (arch == Arch::kSm90a) archs.Add(Arch::kSm89);
+  return archs;
+}
+
+// "<class> batch=1 m=2 n=3 k=4 threads=8 scratch=67108864"; nullopt unless every field is there once, and no other. The
+// class's architecture says what device it is. A further field `strided=1`: operands that only the portable trees can
+// address.
 std::optional<Question> ParseQuestion(const std::string& text) {
   std::istringstream words(text);
   std::string class_name;
@@ -240,13 +251,14 @@ std::optional<Question> ParseQuestion(const std::string& text) {
   for (const char* key : {"batch", "m", "n", "k", "threads", "scratch"}) {
     if (!fields.contains(key)) return std::nullopt;
   }
-  if (fields.size() != 6) return std::nullopt;
-  return Question{.problem = {.gemm_class = named->gemm_class,
-                              .batch = fields["batch"],
-                              .m = fields["m"],
-                              .n = fields["n"],
-                              .k = fields["k"]},
-                  .facts = {.backend = named->backend,
+  const bool strided = fields.contains("strided");
+  if (fields.size() != (strided ? 7 : 6)) return std::nullopt;
+  GemmProblem problem = {
+      .gemm_class = named->gemm_class, .batch = fields["batch"], .m = fields["m"], .n = fields["n"], .k = fields["k"]};
+  if (strided) problem.addressable = {Arch::kCpu, Arch::kSm80, Arch::kSm89};
+  return Question{.problem = problem,
+                  .facts = {.backend = kernels::BackendOf(named->arch),
+                            .archs = ArchsOf(named->arch),
                             .processors = static_cast<int>(fields["threads"]),
                             .workspace_bytes_max = fields["scratch"]}};
 }

@@ -18,8 +18,8 @@ add_library(tessera_flags INTERFACE)
 target_include_directories(tessera_flags INTERFACE ${CMAKE_SOURCE_DIR})
 # Designated initialisers leave the rest at their defaults on purpose; -Wpsabi speaks of ABIs before GCC 4.6; GCC 12's
 # -Wrestrict is wrong about std::string concatenation (GCC bug 105651).
-target_compile_options(tessera_flags INTERFACE -Wall -Wextra -Wshadow -Wno-missing-field-initializers -Wno-psabi
-                                               -Wno-restrict -Werror)
+set(TESSERA_WARNINGS -Wall -Wextra -Wshadow -Wno-missing-field-initializers -Wno-psabi -Wno-restrict -Werror)
+target_compile_options(tessera_flags INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:${TESSERA_WARNINGS}>")
 if(TESSERA_SANITIZE STREQUAL "address")
   # With these sanitizers GCC 12 takes much of its own <regex> for uninitialised (GCC bug 105562).
   target_compile_options(tessera_flags INTERFACE -g1 -fno-omit-frame-pointer -fsanitize=address,undefined

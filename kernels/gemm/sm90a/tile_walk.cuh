@@ -1,0 +1,44 @@
+// Which tiles a block of a persistent grid computes, and in which order. Producer and consumers walk on their own and
+// must agree, so both use this.
+#pragma once
+
+#include <cstdint>
+
+namespace tessera::kernels::sm90a {
+
+// The problem in tiles. The order is batch by batch; in a batch, groups of `raster` tiles of M; in a group, column
+// after column of its tiles. Tiles that run at the same time thus form a block of the output, whose rows of A and of B
+// stay in L2 while they are read again.
+struct TileGrid {
+  std::uint32_t m_tiles = 0;
+  std::uint32_t n_tiles = 0;
+  std::uint32_t k_tiles = 0;
+  std::uint32_t tiles = 0;    // of all batches, below 2^31
+  std::uint32_t raster = 1;   // 1 .. m_tiles
+  std::uint32_t batch_1 = 1;  // extents of the two faster batch dimensions
+  std::uint32_t batch_2 = 1;
+};
+
+struct TileIndex {
+  std::uint32_t batch[3];
+  std::uint32_t m;
+  std::uint32_t n;
+};
+
+__device__ __forceinline__ TileIndex TileAt(const TileGrid& grid, std::uint32_t tile) {
+  const std::uint32_t tiles_of_batch = grid.m_tiles * grid.n_tiles;
+  const std::uint32_t batch = tile / tiles_of_batch;
+  const std::uint32_t in_batch = tile - batch * tiles_of_batch;
+  const std::uint32_t tiles_of_group = grid.raster * grid.n_tiles;
+  const std::uint32_t group = in_batch / tiles_of_group;
+  const std::uint32_t in_group = in_batch - group * tiles_of_group;
+  const std::uint32_t first_m = group * grid.raster;
+  const std::uint32_t height = min(grid.raster, grid.m_tiles - first_m);  // the last group may be lower
+  const std::uint32_t n = in_group / height;
+  const std::uint32_t rest = batch / grid.batch_2;
+  return {.batch = {rest / grid.batch_1, rest % grid.batch_1, batch % grid.batch_2},
+          .m = first_m + in_group - n * height,
+          .n = n};
+}
+
+}  // namespace tessera::kernels::sm90a
