@@ -20,7 +20,7 @@
 #include "common/status_macros.h"
 #include "common/text.h"
 #include "kernels/catalog/gemm_catalog.h"
-#include "server/exec/cpu_device.h"
+#include "server/exec/devices.h"
 #include "server/exec/executor.h"
 #include "server/rpc/admin_service.h"
 #include "server/rpc/compute_service.h"
@@ -35,6 +35,7 @@
 #include "server/session/unix_listener.h"
 #include "server/telemetry/http_server.h"
 #include "server/telemetry/metrics.h"
+#include "server/telemetry/nvml.h"
 
 namespace tessera::server {
 namespace {
@@ -77,18 +78,38 @@ void SetTcpOptions(int fd) {
   set(IPPROTO_TCP, TCP_KEEPCNT, 3);
 }
 
-MetricsOptions MetricsOptionsOf() {
+// Null without a GPU, or without the driver's management library.
+std::unique_ptr<Nvml> OpenNvml(const DeviceMemory* gpu) {
+  if (gpu == nullptr) return nullptr;
+  absl::StatusOr<std::unique_ptr<Nvml>> nvml = Nvml::Open(gpu->uuid());
+  if (nvml.ok()) return *std::move(nvml);
+  spdlog::warn("no metrics of the GPU: {}", MessageOf(nvml.status()));
+  return nullptr;
+}
+
+MetricsOptions MetricsOptionsOf(const Nvml* nvml) {
   MetricsOptions options{.version = std::string(Version()), .variants = {}};
+  if (nvml != nullptr) options.gpu = nvml->identity();
   for (const auto& variant : kernels::GemmVariants()) options.variants.emplace_back(variant.info.id);
   return options;
 }
 
-std::vector<std::unique_ptr<Device>> OpenDevices(const Settings& settings) {
-  std::vector<std::unique_ptr<Device>> devices;
-  devices.push_back(MakeCpuDevice(
-      {.threads = static_cast<int>(settings.cpu_threads), .workspace_bytes_max = settings.workspace_bytes_max}));
-  return devices;
-}
+// Who is told when the GPU is lost: devices are opened before the daemon that has to know.
+class LossReport {
+ public:
+  void Tell(const absl::Status& status) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (listener_) listener_(status);
+  }
+  void Listen(std::function<void(const absl::Status&)> listener) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    listener_ = std::move(listener);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::function<void(const absl::Status&)> listener_;
+};
 
 // nullopt = the first capable.
 std::optional<kernels::Backend> PreferredBackend(const Settings& settings) {
@@ -109,19 +130,27 @@ std::uint32_t NewEpoch() {
 // Members in order of construction; destruction in reverse stops the doors first, then what is behind them.
 class Daemon::Parts {
  public:
-  explicit Parts(const LoadedSettings& loaded)
+  Parts(const LoadedSettings& loaded, OpenedDevices opened, std::shared_ptr<LossReport> loss)
       : settings_(loaded.values),
         setting_report_(loaded.report),
-        metrics_(MetricsOptionsOf()),
+        nvml_(OpenNvml(opened.gpu_memory.get())),
+        metrics_(MetricsOptionsOf(nvml_.get())),
         peers_(ConnectionLimitsOf(settings_), metrics_),
-        executor_(OpenDevices(settings_), PreferredBackend(settings_),
-                  {.queue_max = settings_.queue_max, .queue_per_session_max = settings_.queue_per_session_max},
+        isolation_(opened.isolation),
+        gpu_memory_(std::move(opened.gpu_memory)),
+        executor_(std::move(opened.devices), PreferredBackend(settings_),
+                  {.queue_max = settings_.queue_max,
+                   .queue_per_session_max = settings_.queue_per_session_max,
+                   .unavailable = std::move(opened.unavailable)},
                   metrics_),
-        sessions_(NewEpoch(), LimitsOf(settings_), metrics_, [this] { return executor_.MakeLane(); }),
+        sessions_(
+            NewEpoch(), LimitsOf(settings_), metrics_, [this] { return executor_.MakeLane(); }, GpuMemories()),
         scope_{.settings = settings_, .metrics = metrics_, .peers = peers_, .sessions = sessions_},
         compute_(scope_, executor_),
-        memory_(scope_) {
-    metrics_.SetIsolationMode(IsolationMode::kNone);
+        memory_(scope_),
+        loss_(std::move(loss)) {
+    metrics_.SetIsolationMode(isolation_);
+    loss_->Listen([this](const absl::Status& status) { GpuLost(status); });
     if (const auto preferred = PreferredBackend(settings_);
         preferred.has_value() && *preferred != executor_.default_backend()) {
       spdlog::warn("backend {} is not available; calls that name none run on {}", settings_.backend,
@@ -129,7 +158,10 @@ class Daemon::Parts {
     }
   }
 
-  ~Parts() { Stop(); }
+  ~Parts() {
+    loss_->Listen(nullptr);
+    Stop();
+  }
 
   absl::Status Start() {
     socket_path_ = settings_.socket.empty() ? DefaultSocketPath() : settings_.socket;
@@ -177,11 +209,25 @@ class Daemon::Parts {
     ::unlink(side_listener_->path().c_str());
   }
 
+  bool gpu_lost() const { return gpu_lost_.load(); }
+
   const std::string& socket() const { return socket_path_; }
   std::string http_address() const { return http_ == nullptr ? "" : http_->address(); }
   std::string tcp_address() const { return tcp_listener_.has_value() ? tcp_listener_->address() : ""; }
 
  private:
+  std::vector<DeviceMemory*> GpuMemories() const {
+    if (gpu_memory_ == nullptr) return {};
+    return {gpu_memory_.get()};
+  }
+
+  // A context that is lost never comes back: the process must end, for its supervisor to start a new one.
+  void GpuLost(const absl::Status& status) {
+    spdlog::critical("{}", MessageOf(status));
+    gpu_lost_.store(true);
+    RequestDrain();
+  }
+
   absl::Status OpenTcp() {
     if (settings_.tcp_plaintext) {
       spdlog::warn("tcp_plaintext: callers over TCP are anonymous, and any process of this machine may be one");
@@ -201,6 +247,7 @@ class Daemon::Parts {
                                                .metrics =
                                                    [this] {
                                                      metrics_.SetRpcConnections(peers_.CountOpen());
+                                                     ReadGpu();
                                                      return metrics_.Serialize();
                                                    },
                                                .alive = [] { return true; },
@@ -211,12 +258,19 @@ class Daemon::Parts {
     return absl::OkStatus();
   }
 
+  void ReadGpu() {
+    if (nvml_ == nullptr) return;
+    const absl::StatusOr<GpuReading> reading = nvml_->Read();
+    reading.ok() ? metrics_.SetGpu(*reading) : metrics_.SetGpuUnreadable();
+  }
+
   absl::Status StartRpcServer() {
     admin_.emplace(scope_, executor_,
                    AdminScope{.socket = socket_path_,
                               .side_channel = side_listener_->path(),
                               .http_address = http_address(),
                               .tcp_address = tcp_address(),
+                              .isolation = isolation_,
                               .setting_report = setting_report_,
                               .draining = [this] { return draining_.load(); },
                               .drain = [this] { RequestDrain(); }});
@@ -249,7 +303,7 @@ class Daemon::Parts {
   void SetServing(bool serving) {
     serving_.store(serving);
     metrics_.SetReady(serving);
-    rpc_server_->SetServing(serving);
+    if (rpc_server_ != nullptr) rpc_server_->SetServing(serving);  // the GPU may be lost before it is there
   }
 
   void Stop() {
@@ -264,12 +318,16 @@ class Daemon::Parts {
   // Read by HTTP and RPC threads: constructed before them, destroyed after them.
   std::atomic<bool> serving_{false};
   std::atomic<bool> draining_{false};
+  std::atomic<bool> gpu_lost_{false};
   std::mutex drain_mutex_;
   std::condition_variable drain_requested_;
   std::chrono::steady_clock::time_point drain_deadline_;  // guarded by drain_mutex_
 
+  const std::unique_ptr<Nvml> nvml_;  // null: no GPU, or no such library
   Metrics metrics_;
   PeerRegistry peers_;
+  const IsolationMode isolation_;
+  const std::unique_ptr<DeviceMemory> gpu_memory_;  // outlives the buffers on it, and the work that uses them
   Executor executor_;
   SessionTable sessions_;
   RpcScope scope_;
@@ -288,10 +346,17 @@ class Daemon::Parts {
   std::unique_ptr<Acceptor> side_acceptor_;
   std::unique_ptr<Acceptor> tcp_acceptor_;
   std::thread io_thread_;
+  const std::shared_ptr<LossReport> loss_;
 };
 
 absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const LoadedSettings& settings) {
-  auto parts = std::make_unique<Parts>(settings);
+  const auto loss = std::make_shared<LossReport>();
+  ASSIGN_OR_RETURN(OpenedDevices opened,
+                   OpenDevices({.cpu_threads = static_cast<int>(settings.values.cpu_threads),
+                                .cuda_device = settings.values.cuda_device,
+                                .workspace_bytes_max = settings.values.workspace_bytes_max,
+                                .lost = [loss](const absl::Status& status) { loss->Tell(status); }}));
+  auto parts = std::make_unique<Parts>(settings, std::move(opened), loss);
   RETURN_IF_ERROR(parts->Start());
   return std::unique_ptr<Daemon>(new Daemon(std::move(parts)));
 }
@@ -307,6 +372,9 @@ bool Daemon::AwaitDrained() {
 }
 void Daemon::RemoveSockets() {
   parts_->RemoveSockets();
+}
+bool Daemon::gpu_lost() const {
+  return parts_->gpu_lost();
 }
 const std::string& Daemon::socket() const {
   return parts_->socket();

@@ -28,6 +28,9 @@ class Daemon {
   // that was accepted has finished.
   bool AwaitDrained();
 
+  // Whether the GPU's context was lost, which drains the daemon too.
+  bool gpu_lost() const;
+
   // Removes the socket files, for a process that is about to end without running destructors.
   void RemoveSockets();
 

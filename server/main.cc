@@ -23,6 +23,7 @@ namespace tessera::server {
 namespace {
 
 constexpr int kExitUnfinished = 3;  // grace was over before all work had finished
+constexpr int kExitGpuLost = 4;     // the GPU's context was lost
 constexpr std::chrono::seconds kStopPatience{3};
 
 sigset_t BlockTerminationSignals() {
@@ -78,6 +79,11 @@ int Serve(const LoadedSettings& settings) {
     _exit(kExitUnfinished);
   }
   (*daemon)->RemoveSockets();
+  if ((*daemon)->gpu_lost()) {
+    // Nothing of CUDA can be torn down any more.
+    spdlog::shutdown();
+    _exit(kExitGpuLost);
+  }
   const bool stopped = StopWithin(*std::move(daemon), kStopPatience);
   spdlog::info("drained");
   if (stopped) return EXIT_SUCCESS;

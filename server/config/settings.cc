@@ -44,6 +44,9 @@ constexpr SettingRule AnyValue() {
 constexpr SettingRule SocketPath() {
   return {.kind = SettingRule::Kind::kSocketPath};
 }
+constexpr SettingRule CudaDeviceName() {
+  return {.kind = SettingRule::Kind::kCudaDevice};
+}
 constexpr SettingRule FilePath() {
   return {.kind = SettingRule::Kind::kFilePath};
 }
@@ -89,6 +92,8 @@ std::string Accepts(const SettingRow& row) {
       return "a path or nothing";
     case SettingRule::Kind::kHostPortOrOff:
       return "IPv4:port, [IPv6]:port, localhost:port or nothing";
+    case SettingRule::Kind::kCudaDevice:
+      return "auto, off, an ordinal or a UUID";
     case SettingRule::Kind::kOneOf: {
       const auto end = std::find(row.rule.choices.begin(), row.rule.choices.end(), "");
       return absl::StrJoin(row.rule.choices.begin(), end, ", ",
@@ -101,6 +106,13 @@ std::string Accepts(const SettingRow& row) {
   }
   if (std::holds_alternative<bool Settings::*>(row.member)) return "true or false";
   return std::holds_alternative<UidList Settings::*>(row.member) ? "uids, comma separated" : "texts, separated by ;";
+}
+
+// "auto", "off", "0", "GPU-8a5f...", "MIG-...".
+bool IsCudaDeviceName(std::string_view text) {
+  if (text == "auto" || text == "off") return true;
+  if (text.starts_with("GPU-") || text.starts_with("MIG-")) return text.size() > 4;
+  return !text.empty() && text.size() <= 3 && text.find_first_not_of("0123456789") == std::string_view::npos;
 }
 
 std::string ToText(const std::string& value) {
@@ -229,6 +241,9 @@ absl::Status Parse(const SettingRow& row, const RawValue& raw, std::string& valu
       if (const auto address = ParseHostPort(text); !address.ok()) {
         return Refused(row, text, MessageOf(address.status()));
       }
+      break;
+    case SettingRule::Kind::kCudaDevice:
+      if (!IsCudaDeviceName(text)) return Refused(row, text, "is no GPU's ordinal or UUID, and neither auto nor off");
       break;
     case SettingRule::Kind::kOneOf: {
       const auto& choices = row.rule.choices;

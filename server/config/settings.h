@@ -36,7 +36,7 @@ struct Settings {
 
 // What a setting accepts beyond its type.
 struct SettingRule {
-  enum class Kind { kAnyValue, kSocketPath, kFilePath, kHostPortOrOff, kOneOf, kRange };
+  enum class Kind { kAnyValue, kSocketPath, kFilePath, kHostPortOrOff, kCudaDevice, kOneOf, kRange };
   Kind kind = Kind::kAnyValue;
   std::int64_t min = 0;  // kRange, inclusive
   std::int64_t max = 0;

@@ -1,6 +1,7 @@
 #include "server/exec/cpu_device.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <boost/asio/post.hpp>
 #include <boost/asio/thread_pool.hpp>
@@ -181,17 +182,21 @@ class CpuStream final : public Stream, public std::enable_shared_from_this<CpuSt
 class CpuDevice final : public Device {
  public:
   CpuDevice(int threads, std::int64_t workspace_bytes_max)
-      : facts_{.backend = kernels::Backend::kCpu, .processors = threads, .workspace_bytes_max = workspace_bytes_max},
+      : facts_{{{.backend = kernels::Backend::kCpu,
+                 .archs = {kernels::Arch::kCpu},
+                 .processors = threads,
+                 .workspace_bytes_max = workspace_bytes_max}}},
         pool_(static_cast<std::size_t>(threads)) {}
 
   ~CpuDevice() override { pool_.join(); }
 
-  const planner::DeviceFacts& facts() const override { return facts_; }
-  std::string Describe() const override { return absl::StrCat(facts_.processors, " threads"); }
+  std::span<const planner::DeviceFacts> facts() const override { return facts_; }
+  const MemorySpace& space() const override { return space_; }
+  std::string Describe() const override { return absl::StrCat(threads(), " threads"); }
 
   std::shared_ptr<Stream> OpenStream() override {
     return std::make_shared<CpuStream>(
-        pool_, kernels::HostParallel{.run = &CpuDevice::RunParallel, .self = this, .width = facts_.processors});
+        pool_, kernels::HostParallel{.run = &CpuDevice::RunParallel, .self = this, .width = threads()});
   }
 
  private:
@@ -200,14 +205,17 @@ class CpuDevice final : public Device {
   }
 
   void ParallelFor(std::int64_t tasks, void (*body)(void*, std::int64_t), void* arg) {
-    auto loop = std::make_shared<ParallelLoop>(tasks, facts_.processors, body, arg);
-    const auto helpers = std::min<std::int64_t>(facts_.processors - 1, tasks - 1);
+    auto loop = std::make_shared<ParallelLoop>(tasks, threads(), body, arg);
+    const auto helpers = std::min<std::int64_t>(threads() - 1, tasks - 1);
     for (std::int64_t i = 0; i < helpers; ++i) asio::post(pool_, [loop] { loop->Work(); });
     loop->Work();
     loop->AwaitAll();
   }
 
-  const planner::DeviceFacts facts_;
+  int threads() const { return facts_.front().processors; }
+
+  const std::array<planner::DeviceFacts, 1> facts_;
+  const MemorySpace space_;  // the host's
   asio::thread_pool pool_;
 };
 

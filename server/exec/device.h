@@ -4,11 +4,13 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 
 #include "absl/status/status.h"
 #include "kernels/launch/launch.h"
 #include "planner/plan.h"
+#include "server/session/device_memory.h"
 
 namespace tessera::server {
 
@@ -44,7 +46,10 @@ class Stream {
 class Device {
  public:
   virtual ~Device() = default;
-  virtual const planner::DeviceFacts& facts() const = 0;
+  // One for each backend that it serves.
+  virtual std::span<const planner::DeviceFacts> facts() const = 0;
+  // The memory that its kernels read and write.
+  virtual const MemorySpace& space() const = 0;
   virtual std::string Describe() const = 0;  // one line for operators
   virtual std::shared_ptr<Stream> OpenStream() = 0;
 };

@@ -2,13 +2,16 @@
 
 #include <spdlog/spdlog.h>
 
+#include <algorithm>
 #include <chrono>
 #include <iterator>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "common/status_macros.h"
 #include "common/text.h"
 #include "kernels/catalog/gemm_catalog.h"
+#include "kernels/launch/gemm_addressable.h"
 #include "kernels/launch/gemm_launch.h"
 
 namespace tessera::server {
@@ -68,15 +71,13 @@ struct Executor::Pending {
 
 Executor::Executor(std::vector<std::unique_ptr<Device>> devices, std::optional<kernels::Backend> default_backend,
                    const ExecutorOptions& options, Metrics& metrics)
-    : options_(options),
-      metrics_(metrics),
-      gemm_planner_(kernels::GemmVariants()),
-      devices_(std::move(devices)),
-      default_backend_(devices_.front()->facts().backend) {
-  if (!default_backend.has_value()) return;
+    : options_(options), metrics_(metrics), gemm_planner_(kernels::GemmVariants()), devices_(std::move(devices)) {
   for (const auto& device : devices_) {
-    if (device->facts().backend == *default_backend) default_backend_ = *default_backend;
+    for (const planner::DeviceFacts& facts : device->facts()) servers_.push_back({device.get(), &facts});
   }
+  std::stable_partition(servers_.begin(), servers_.end(),
+                        [&](const Server& server) { return server.facts->backend == default_backend; });
+  default_backend_ = servers_.front().facts->backend;
 }
 
 // Devices wait for their queued jobs, whose callbacks use the members below them.
@@ -88,13 +89,47 @@ std::shared_ptr<SessionLane> Executor::MakeLane() {
   return std::make_shared<Lane>(devices_);
 }
 
-absl::StatusOr<Device*> Executor::ChooseDevice(const Operation& operation) const {
-  const kernels::Backend wanted = operation.backend.value_or(default_backend_);
-  for (const auto& device : devices_) {
-    if (device->facts().backend == wanted) return device.get();
+const Executor::Server* Executor::Find(kernels::Backend backend) const {
+  for (const Server& server : servers_) {
+    if (server.facts->backend == backend) return &server;
   }
-  return absl::UnimplementedError(absl::StrCat("options.backend: ", Av(kernels::BackendName(wanted)),
-                                               " is not available in this daemon; `tessera status` lists what is"));
+  return nullptr;
+}
+
+absl::StatusOr<Executor::Choice> Executor::TryServer(const Server& server, const planner::GemmProblem& problem,
+                                                     const BoundGemm& gemm) const {
+  if (gemm.Empty()) return Choice{.server = server, .plan = {}};
+  if (!(server.device->space() == gemm.space)) {
+    return absl::UnimplementedError(absl::StrCat("backend ", Av(kernels::BackendName(server.facts->backend)),
+                                                 " computes on memory of ", server.device->space().Name(),
+                                                 "; these tensors are in memory of ", gemm.space.Name()));
+  }
+  ASSIGN_OR_RETURN(const planner::Plan plan, gemm_planner_.Decide(problem, *server.facts));
+  return Choice{.server = server, .plan = plan};
+}
+
+// A backend that the request names is strict; else the first that can, in order of preference.
+absl::StatusOr<Executor::Choice> Executor::Choose(const Operation& operation) const {
+  planner::GemmProblem problem = operation.gemm.problem;
+  problem.addressable = kernels::AddressableBy(problem.gemm_class, operation.gemm.params);
+  if (operation.backend.has_value()) {
+    if (const Server* server = Find(*operation.backend); server != nullptr) {
+      return TryServer(*server, problem, operation.gemm);
+    }
+    const auto why = options_.unavailable.find(*operation.backend);
+    return absl::UnimplementedError(absl::StrCat(
+        "options.backend: ", Av(kernels::BackendName(*operation.backend)), " is not available in this daemon",
+        why == options_.unavailable.end() ? "" : absl::StrCat(" (", why->second, ")"),
+        "; `tessera status` lists what is"));
+  }
+  absl::Status refused;
+  for (const Server& server : servers_) {
+    absl::StatusOr<Choice> choice = TryServer(server, problem, operation.gemm);
+    if (choice.ok()) return choice;
+    // The word of the one that has the memory says most.
+    if (refused.ok() || server.device->space() == operation.gemm.space) refused = choice.status();
+  }
+  return refused;
 }
 
 absl::Status Executor::Admit(Lane* lane) {
@@ -126,29 +161,27 @@ void Executor::Submit(Operation operation) {
   Operation& op = pending->operation;
   pending->lane = op.session == nullptr ? nullptr : static_cast<Lane*>(op.session->lane());
 
-  auto device = ChooseDevice(op);
-  if (!device.ok()) return op.done(device.status(), pending->report);
-  pending->device = *device;
-  pending->report.backend = pending->device->facts().backend;
-  pending->report.flops = op.gemm.Flops();
-
   const Clock::time_point plan_start = Clock::now();
-  auto plan = op.gemm.Empty() ? planner::Plan{} : gemm_planner_.Decide(op.gemm.problem, pending->device->facts());
+  const absl::StatusOr<Choice> choice = Choose(op);
   pending->report.plan_ns = NanosecondsSince(plan_start);
-  if (!plan.ok()) {
+  if (!choice.ok()) {
     metrics_.PlannerRefused(OpFamily::kGemm);
-    return op.done(plan.status(), pending->report);
+    return op.done(choice.status(), pending->report);
   }
-  pending->plan = *plan;
+  pending->device = choice->server.device;
+  pending->plan = choice->plan;
+  pending->report.backend = choice->server.facts->backend;
+  pending->report.flops = op.gemm.Flops();
 
   if (absl::Status status = Admit(pending->lane); !status.ok()) return op.done(status, pending->report);
   metrics_.OperationAccepted();
   if (op.gemm.Empty()) return Finish(*pending, JobResult{});
 
-  metrics_.PlannerDecided(OpFamily::kGemm, plan->source);
-  pending->report.variant = kernels::GemmVariants()[plan->variant].info.id;
-  pending->report.source = plan->source;
-  pending->report.split = plan->split;
+  const planner::Plan& plan = pending->plan;
+  metrics_.PlannerDecided(OpFamily::kGemm, plan.source);
+  pending->report.variant = kernels::GemmVariants()[plan.variant].info.id;
+  pending->report.source = plan.source;
+  pending->report.split = plan.split;
   Enqueue(pending);
 }
 
@@ -213,14 +246,15 @@ std::vector<BackendState> Executor::Backends() const {
   std::vector<BackendState> states;
   for (std::size_t i = 0; i < std::size(kernels::kBackendNames); ++i) {
     BackendState state{.backend = static_cast<kernels::Backend>(i)};
-    for (const kernels::GemmVariant& variant : kernels::GemmVariants()) {
-      if (variant.info.backend == state.backend) ++state.variants;
+    const std::span<const kernels::GemmVariant> variants = kernels::GemmVariants();
+    for (std::size_t index = 0; index < variants.size(); ++index) {
+      if (variants[index].info.backend == state.backend && kernels::GemmBuilt(index)) ++state.variants;
     }
-    state.reason = state.variants == 0 ? "not part of this build" : "no device";
-    for (const auto& device : devices_) {
-      if (device->facts().backend != state.backend) continue;
+    const auto why = options_.unavailable.find(state.backend);
+    state.reason = why != options_.unavailable.end() ? why->second : "not part of this build";
+    if (const Server* server = Find(state.backend); server != nullptr) {
       state.available = true;
-      state.reason = device->Describe();
+      state.reason = server->device->Describe();
     }
     states.push_back(std::move(state));
   }

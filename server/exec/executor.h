@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -50,6 +51,8 @@ struct Operation {
 struct ExecutorOptions {
   std::int64_t queue_max = 0;              // operations of all sessions, waiting or running
   std::int64_t queue_per_session_max = 0;  // of one
+  // Why a backend that the build has is not there; for operators and callers.
+  std::map<kernels::Backend, std::string> unavailable = {};
 };
 
 // What this build and machine offer, for operators.
@@ -62,6 +65,8 @@ struct BackendState {
 
 class Executor {
  public:
+  // `default_backend`: who computes what names no backend, where it can; nullopt = the first that can, in the order of
+  // `devices`.
   Executor(std::vector<std::unique_ptr<Device>> devices, std::optional<kernels::Backend> default_backend,
            const ExecutorOptions& options, Metrics& metrics);
   ~Executor();  // waits for operations in flight
@@ -82,7 +87,19 @@ class Executor {
   struct Pending;
   class Lane;
 
-  absl::StatusOr<Device*> ChooseDevice(const Operation& operation) const;
+  // A device under one of the backends that it serves.
+  struct Server {
+    Device* device = nullptr;
+    const planner::DeviceFacts* facts = nullptr;
+  };
+  struct Choice {
+    Server server;
+    planner::Plan plan;
+  };
+  const Server* Find(kernels::Backend backend) const;
+  absl::StatusOr<Choice> Choose(const Operation& operation) const;
+  absl::StatusOr<Choice> TryServer(const Server& server, const planner::GemmProblem& problem,
+                                   const BoundGemm& gemm) const;
   absl::Status Admit(Lane* lane);
   void Leave(Lane* lane);
   void Enqueue(const std::shared_ptr<Pending>& pending);
@@ -92,6 +109,7 @@ class Executor {
   Metrics& metrics_;
   const planner::GemmPlanner gemm_planner_;
   std::vector<std::unique_ptr<Device>> devices_;
+  std::vector<Server> servers_;  // in order of preference
   kernels::Backend default_backend_ = kernels::Backend::kCpu;
 
   mutable std::mutex mutex_;

@@ -31,7 +31,7 @@ grpc::ServerUnaryReactor* AdminService::ServerInfo(grpc::CallbackServerContext* 
       info->set_reason(state.reason);
       info->set_variants(state.variants);
     }
-    reply->set_isolation_mode(std::string(LabelText(IsolationMode::kNone)));
+    reply->set_isolation_mode(std::string(LabelText(admin_.isolation)));
     reply->set_socket(admin_.socket);
     reply->set_side_channel(admin_.side_channel);
     reply->set_http_address(admin_.http_address);

@@ -18,6 +18,7 @@ struct AdminScope {
   std::string side_channel;
   std::string http_address;
   std::string tcp_address;
+  IsolationMode isolation = IsolationMode::kNone;
   std::vector<SettingValue> setting_report;
   std::chrono::steady_clock::time_point started = std::chrono::steady_clock::now();
   std::function<bool()> draining;

@@ -103,6 +103,8 @@ std::string OtherValue(const SettingRow& row) {
       return "/etc/tessera/some.pem";
     case SettingRule::Kind::kHostPortOrOff:
       return "[::1]:0";
+    case SettingRule::Kind::kCudaDevice:
+      return "GPU-9a2c1f00-0000-4000-8000-0123456789ab";
     case SettingRule::Kind::kOneOf:
       return std::string(row.rule.choices[0] == SettingText(row, defaults) ? row.rule.choices[1] : row.rule.choices[0]);
     case SettingRule::Kind::kRange: {

@@ -1,0 +1,652 @@
+#include "server/exec/cuda_device.h"
+
+#include <cuda_runtime_api.h>
+#include <spdlog/spdlog.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdlib>
+#include <deque>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "common/status_macros.h"
+#include "common/text.h"
+#include "kernels/catalog/gemm_catalog.h"
+#include "kernels/gemm/vendor/cublaslt.h"
+#include "kernels/launch/gemm_launch.h"
+#include "server/exec/cuda_driver.h"
+
+namespace tessera::server {
+namespace {
+
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+
+// Launches of one stream that the GPU may have before it: enough that it never waits for the host between kernels of
+// some microseconds, few enough that a deadline or a cancel still reaches most of a long queue.
+constexpr std::size_t kLaunchedMax = 16;
+// Streams that are kept when their owner goes, for calls without a session, which take one each.
+constexpr std::size_t kIdleStreamsMax = 32;
+
+// How the completer waits: it polls for as long as most kernels take, then sleeps between looks, so that a long kernel
+// costs no core. A look at the streams' errors, which polling cannot see, comes now and then.
+constexpr auto kPollFor = 200us;
+constexpr auto kSleepBetweenPolls = 50us;
+constexpr auto kErrorCheckEvery = 5ms;
+
+std::uint64_t Nanoseconds(Clock::duration duration) {
+  return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(duration).count());
+}
+
+std::string VersionText(int version) {
+  return absl::StrCat(version / 1000, ".", version % 1000 / 10);
+}
+
+absl::Status Unavailable(cudaError_t error, const char* what) {
+  return CudaStatus(error, what, absl::StatusCode::kUnavailable);
+}
+
+// A 64-bit word of pinned host memory that the GPU writes. Words come from pages that live as long as the pool.
+class FlagPool {
+ public:
+  struct Flag {
+    std::uint64_t* host = nullptr;
+    CUdeviceptr device = 0;
+  };
+
+  ~FlagPool() {
+    for (void* page : pages_)
+      cudaFreeHost(page);  // at the end of the process's CUDA: nobody is left to tell of an error
+  }
+
+  absl::StatusOr<Flag> Take() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (free_.empty()) RETURN_IF_ERROR(AddPage());
+    const Flag flag = free_.back();
+    free_.pop_back();
+    __atomic_store_n(flag.host, 0, __ATOMIC_RELAXED);
+    return flag;
+  }
+
+  void Return(const Flag& flag) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    free_.push_back(flag);
+  }
+
+ private:
+  static constexpr std::size_t kFlagBytes = 64;  // a cache line each
+  static constexpr std::size_t kPageBytes = 4096;
+
+  absl::Status AddPage() {
+    void* page = nullptr;
+    RETURN_IF_ERROR(CudaStatus(cudaHostAlloc(&page, kPageBytes, cudaHostAllocMapped | cudaHostAllocPortable),
+                               "cudaHostAlloc", absl::StatusCode::kResourceExhausted));
+    pages_.push_back(page);
+    void* device = nullptr;
+    RETURN_IF_ERROR(CudaStatus(cudaHostGetDevicePointer(&device, page, 0), "cudaHostGetDevicePointer"));
+    for (std::size_t offset = 0; offset < kPageBytes; offset += kFlagBytes) {
+      free_.push_back({.host = reinterpret_cast<std::uint64_t*>(static_cast<std::byte*>(page) + offset),
+                       .device = reinterpret_cast<CUdeviceptr>(device) + offset});
+    }
+    return absl::OkStatus();
+  }
+
+  std::mutex mutex_;
+  std::vector<void*> pages_;
+  std::vector<Flag> free_;
+};
+
+// A CUDA stream with its flag and its workspace, handed from one owner to the next.
+struct Channel {
+  cudaStream_t stream = nullptr;
+  FlagPool::Flag flag;
+  std::uint64_t launched = 0;  // number of the last job; the flag holds that of the last one done
+  void* workspace = nullptr;
+  std::size_t workspace_bytes = 0;
+};
+
+// Whether the context is alive; shared by all streams.
+class Health {
+ public:
+  explicit Health(std::function<void(const absl::Status&)> lost) : lost_(std::move(lost)) {}
+
+  absl::Status status() const {
+    if (!is_lost_.load(std::memory_order_acquire)) return absl::OkStatus();
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return status_;
+  }
+
+  bool is_lost() const { return is_lost_.load(std::memory_order_acquire); }
+
+  // The first report counts.
+  void Lose(cudaError_t error, const char* what) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (!status_.ok()) return;
+      status_ =
+          absl::UnavailableError(absl::StrCat("the GPU's context is lost: ", what, ": ", cudaGetErrorString(error),
+                                              " (", cudaGetErrorName(error), "); the daemon must restart"));
+      is_lost_.store(true, std::memory_order_release);
+    }
+    if (lost_) lost_(status());
+  }
+
+ private:
+  const std::function<void(const absl::Status&)> lost_;
+  mutable std::mutex mutex_;
+  absl::Status status_;
+  std::atomic<bool> is_lost_{false};
+};
+
+class CudaStream;
+
+// The thread that sees completions. A stream is watched from its first job under way to its last.
+class Completer {
+ public:
+  Completer(int ordinal, Health& health) : ordinal_(ordinal), health_(health), thread_([this] { Run(); }) {}
+  ~Completer();
+
+  void Watch(std::shared_ptr<CudaStream> stream);
+
+ private:
+  void Run();
+  void TakeNew();
+  bool Poll();
+  void CheckErrors();
+
+  const int ordinal_;
+  Health& health_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::vector<std::shared_ptr<CudaStream>> new_;
+  bool stopping_ = false;
+
+  std::vector<std::shared_ptr<CudaStream>> watched_;  // of the thread alone
+  std::thread thread_;                                // last: it uses the members above
+};
+
+class CudaDeviceImpl;
+
+// Jobs in order. One mutex orders the launches of all threads that enqueue; callbacks of `done` run outside it.
+class CudaStream final : public Stream, public std::enable_shared_from_this<CudaStream> {
+ public:
+  CudaStream(CudaDeviceImpl& device, Channel channel) : device_(device), channel_(channel) {}
+  ~CudaStream() override;
+
+  void Enqueue(Job job) override;
+
+  // By the completer. True if a job was done since the last look.
+  bool Retire();
+  bool idle();
+  cudaError_t Query() const { return cudaStreamQuery(channel_.stream); }
+  void FailAll();  // the context is lost
+
+ private:
+  struct Waiting {
+    Job job;
+    Clock::time_point accepted;
+  };
+  struct UnderWay {
+    Job job;
+    std::uint64_t number = 0;
+    JobResult result;
+    Clock::time_point launched;
+  };
+  using Refused = std::vector<std::pair<Job, JobResult>>;
+
+  // With mutex_ held: launches what the GPU may have. Jobs that are over without a launch go to `refused`.
+  void LaunchWaiting(Refused& refused);
+  absl::Status Launch(const Job& job, JobResult& result);
+  absl::Status EnsureWorkspace(std::size_t bytes);
+  void WatchIfBusy(std::unique_lock<std::mutex> lock);
+
+  CudaDeviceImpl& device_;
+  std::mutex mutex_;
+  Channel channel_;
+  std::deque<Waiting> waiting_;     // bounded by the executor
+  std::deque<UnderWay> under_way_;  // at most kLaunchedMax
+  bool watched_ = false;
+  Clock::time_point last_done_;
+};
+
+class CudaDeviceImpl final : public CudaDevice {
+ public:
+  CudaDeviceImpl(CudaFacts facts, std::vector<planner::DeviceFacts> backends, const CudaDriver& driver,
+                 std::function<void(const absl::Status&)> lost)
+      : facts_(std::move(facts)),
+        space_(MemorySpace::Gpu(facts_.uuid)),
+        backends_(std::move(backends)),
+        driver_(driver),
+        health_(std::move(lost)),
+        completer_(std::make_unique<Completer>(facts_.ordinal, health_)) {}
+
+  ~CudaDeviceImpl() override {
+    completer_.reset();  // answers what is under way, and lets go of its streams
+    for (const Channel& channel : idle_) Destroy(channel);
+  }
+
+  std::span<const planner::DeviceFacts> facts() const override { return backends_; }
+  const MemorySpace& space() const override { return space_; }
+  const CudaFacts& cuda_facts() const override { return facts_; }
+
+  std::string Describe() const override {
+    return absl::StrCat(facts_.name, ", sm_", facts_.compute_capability, ", ", facts_.multiprocessors, " SMs, ",
+                        facts_.memory_bytes >> 30U, " GiB, ", facts_.uuid, ", driver for CUDA ",
+                        VersionText(facts_.driver_version), facts_.mps ? ", MPS" : "");
+  }
+
+  std::shared_ptr<Stream> OpenStream() override {
+    absl::StatusOr<Channel> channel = TakeChannel();
+    // Its jobs will all be refused with the reason: a stream has no other way to tell.
+    if (!channel.ok()) return std::make_shared<BrokenStream>(channel.status());
+    return std::make_shared<CudaStream>(*this, *channel);
+  }
+
+  cudaError_t MakeCurrent() const { return cudaSetDevice(facts_.ordinal); }
+  const CudaDriver& driver() const { return driver_; }
+  Health& health() { return health_; }
+  Completer& completer() { return *completer_; }
+
+  void ReturnChannel(const Channel& channel) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (idle_.size() < kIdleStreamsMax && !health_.is_lost()) return idle_.push_back(channel);
+    }
+    Destroy(channel);
+  }
+
+ private:
+  class BrokenStream final : public Stream {
+   public:
+    explicit BrokenStream(absl::Status status) : status_(std::move(status)) {}
+    void Enqueue(Job job) override { job.done({.status = status_}); }
+
+   private:
+    const absl::Status status_;
+  };
+
+  absl::StatusOr<Channel> TakeChannel() {
+    RETURN_IF_ERROR(health_.status());
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (!idle_.empty()) {
+        const Channel channel = idle_.back();
+        idle_.pop_back();
+        return channel;
+      }
+    }
+    RETURN_IF_ERROR(Unavailable(MakeCurrent(), "cudaSetDevice"));
+    Channel channel;
+    ASSIGN_OR_RETURN(channel.flag, flags_.Take());
+    const cudaError_t error = cudaStreamCreateWithFlags(&channel.stream, cudaStreamNonBlocking);
+    if (error != cudaSuccess) flags_.Return(channel.flag);
+    RETURN_IF_ERROR(CudaStatus(error, "cudaStreamCreate", absl::StatusCode::kResourceExhausted));
+    return channel;
+  }
+
+  // All work of the channel is done.
+  void Destroy(const Channel& channel) {
+    if (!health_.is_lost() && MakeCurrent() == cudaSuccess) {
+      const auto warn = [](cudaError_t error, const char* what) {
+        if (error != cudaSuccess) spdlog::warn("{}: {}", what, cudaGetErrorString(error));
+      };
+      if (channel.workspace != nullptr) warn(cudaFreeAsync(channel.workspace, channel.stream), "cudaFreeAsync");
+      warn(cudaStreamDestroy(channel.stream), "cudaStreamDestroy");
+    }
+    flags_.Return(channel.flag);
+  }
+
+  const CudaFacts facts_;
+  const MemorySpace space_;
+  const std::vector<planner::DeviceFacts> backends_;
+  const CudaDriver driver_;
+  FlagPool flags_;
+  Health health_;
+  std::mutex mutex_;
+  std::vector<Channel> idle_;
+  std::unique_ptr<Completer> completer_;
+};
+
+CudaStream::~CudaStream() {
+  device_.ReturnChannel(channel_);
+}
+
+void CudaStream::Enqueue(Job job) {
+  Refused refused;
+  std::unique_lock<std::mutex> lock(mutex_);
+  waiting_.push_back({std::move(job), Clock::now()});
+  LaunchWaiting(refused);
+  WatchIfBusy(std::move(lock));
+  for (const auto& [refused_job, result] : refused) refused_job.done(result);
+}
+
+// The completer lets go of an idle stream and takes it again: its owner may drop it at any time.
+void CudaStream::WatchIfBusy(std::unique_lock<std::mutex> lock) {
+  if (watched_ || under_way_.empty()) return;
+  watched_ = true;
+  lock.unlock();
+  device_.completer().Watch(shared_from_this());
+}
+
+void CudaStream::LaunchWaiting(Refused& refused) {
+  while (!waiting_.empty() && under_way_.size() < kLaunchedMax) {
+    Waiting next = std::move(waiting_.front());
+    waiting_.pop_front();
+    JobResult result;
+    const Clock::time_point now = Clock::now();
+    result.queue_ns = Nanoseconds(now - next.accepted);
+    result.status = device_.health().status();
+    if (result.status.ok()) result.status = next.job.admit();
+    if (result.status.ok()) result.status = Launch(next.job, result);
+    if (result.status.ok()) {
+      under_way_.push_back({std::move(next.job), channel_.launched, result, now});
+    } else {
+      refused.emplace_back(std::move(next.job), result);
+    }
+  }
+}
+
+absl::Status CudaStream::Launch(const Job& job, JobResult& result) {
+  cudaError_t error = device_.MakeCurrent();
+  if (error != cudaSuccess) return Unavailable(error, "cudaSetDevice");
+  RETURN_IF_ERROR(EnsureWorkspace(static_cast<std::size_t>(job.workspace_bytes)));
+  const kernels::LaunchContext context{
+      .stream = channel_.stream,
+      .workspace = {.scratch = channel_.workspace, .bytes = static_cast<std::size_t>(job.workspace_bytes)}};
+  result.launched = true;
+  error = static_cast<cudaError_t>(job.launch(context));
+  if (error != cudaSuccess) {
+    if (IsSticky(error)) {
+      device_.health().Lose(error, "launch");
+      return device_.health().status();
+    }
+    result.launched = false;
+    return CudaStatus(error, "launch");
+  }
+  const CUresult written = device_.driver().stream_write_value64(channel_.stream, channel_.flag.device,
+                                                                 channel_.launched + 1, CU_STREAM_WRITE_VALUE_DEFAULT);
+  if (written != CUDA_SUCCESS) {
+    // The kernel runs and nothing would ever tell of its end.
+    device_.health().Lose(cudaErrorUnknown, "cuStreamWriteValue64");
+    return device_.health().status();
+  }
+  ++channel_.launched;
+  return absl::OkStatus();
+}
+
+// Grows in stream order: what is under way still has the old memory.
+absl::Status CudaStream::EnsureWorkspace(std::size_t bytes) {
+  if (bytes <= channel_.workspace_bytes) return absl::OkStatus();
+  if (channel_.workspace != nullptr) {
+    RETURN_IF_ERROR(CudaStatus(cudaFreeAsync(channel_.workspace, channel_.stream), "cudaFreeAsync"));
+    channel_.workspace = nullptr;
+    channel_.workspace_bytes = 0;
+  }
+  RETURN_IF_ERROR(CudaStatus(cudaMallocAsync(&channel_.workspace, bytes, channel_.stream), "workspace: cudaMallocAsync",
+                             absl::StatusCode::kResourceExhausted));
+  channel_.workspace_bytes = bytes;
+  return absl::OkStatus();
+}
+
+bool CudaStream::Retire() {
+  std::vector<UnderWay> done;
+  Refused refused;
+  std::unique_lock<std::mutex> lock(mutex_);
+  const std::uint64_t number = __atomic_load_n(channel_.flag.host, __ATOMIC_ACQUIRE);
+  const Clock::time_point now = Clock::now();
+  while (!under_way_.empty() && under_way_.front().number <= number) {
+    UnderWay& job = under_way_.front();
+    job.result.run_ns = Nanoseconds(now - std::max(job.launched, last_done_));
+    last_done_ = now;
+    done.push_back(std::move(job));
+    under_way_.pop_front();
+  }
+  if (!done.empty()) LaunchWaiting(refused);
+  lock.unlock();
+  for (const UnderWay& job : done) job.job.done(job.result);
+  for (const auto& [job, result] : refused) job.done(result);
+  return !done.empty();
+}
+
+bool CudaStream::idle() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  watched_ = !under_way_.empty();
+  return !watched_;
+}
+
+void CudaStream::FailAll() {
+  std::vector<std::pair<Job, JobResult>> failed;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (UnderWay& job : under_way_) failed.emplace_back(std::move(job.job), job.result);
+    for (Waiting& job : waiting_) failed.emplace_back(std::move(job.job), JobResult{});
+    under_way_.clear();
+    waiting_.clear();
+  }
+  for (auto& [job, result] : failed) {
+    result.status = device_.health().status();
+    job.done(result);
+  }
+}
+
+Completer::~Completer() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+  }
+  wake_.notify_one();
+  thread_.join();
+}
+
+void Completer::Watch(std::shared_ptr<CudaStream> stream) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    new_.push_back(std::move(stream));
+  }
+  wake_.notify_one();
+}
+
+void Completer::TakeNew() {
+  for (std::shared_ptr<CudaStream>& stream : new_) watched_.push_back(std::move(stream));
+  new_.clear();
+}
+
+// Serves until told to stop and nothing is under way.
+void Completer::Run() {
+  if (const cudaError_t error = cudaSetDevice(ordinal_); error != cudaSuccess) {
+    spdlog::error("cudaSetDevice on the completer: {}", cudaGetErrorString(error));
+  }
+  Clock::time_point progress = Clock::now();
+  Clock::time_point checked = progress;
+  while (true) {
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      if (watched_.empty() && new_.empty()) {
+        if (stopping_) return;
+        wake_.wait(lock, [this] { return stopping_ || !new_.empty(); });
+        progress = checked = Clock::now();
+      } else if (Clock::now() - progress > kPollFor) {
+        wake_.wait_for(lock, kSleepBetweenPolls, [this] { return !new_.empty(); });
+      }
+      TakeNew();
+    }
+    const bool any = Poll();
+    const Clock::time_point now = Clock::now();
+    if (any) progress = now;
+    if (now - std::max(progress, checked) > kErrorCheckEvery) {
+      CheckErrors();
+      checked = now;
+    }
+  }
+}
+
+bool Completer::Poll() {
+  bool any = false;
+  for (const std::shared_ptr<CudaStream>& stream : watched_) {
+    any |= stream->Retire();
+    if (health_.is_lost()) stream->FailAll();
+  }
+  std::erase_if(watched_, [](const std::shared_ptr<CudaStream>& stream) { return stream->idle(); });
+  return any;
+}
+
+void Completer::CheckErrors() {
+  for (const std::shared_ptr<CudaStream>& stream : watched_) {
+    const cudaError_t error = stream->Query();
+    if (error == cudaSuccess || error == cudaErrorNotReady) continue;
+    health_.Lose(error, "a kernel");
+    return;
+  }
+}
+
+// A kernel that is loaded at its first launch can wait for all that runs, and whatever runs may wait for it: load all
+// now. Returns the trees whose kernels run on this device.
+kernels::ArchSet LoadKernels(int compute_capability) {
+  kernels::ArchSet archs;
+  const auto fits = [compute_capability](kernels::Arch arch) {
+    switch (arch) {
+      case kernels::Arch::kSm80:
+        return compute_capability >= 80;
+      case kernels::Arch::kSm89:
+        return compute_capability >= 89;
+      case kernels::Arch::kSm90a:
+        return compute_capability == 90;
+      case kernels::Arch::kVendor:
+        return true;
+      case kernels::Arch::kCpu:
+        break;
+    }
+    return false;
+  };
+  std::set<kernels::Arch> failed;
+  const std::span<const kernels::GemmVariant> variants = kernels::GemmVariants();
+  for (std::size_t i = 0; i < variants.size(); ++i) {
+    const kernels::Arch arch = variants[i].info.arch;
+    if (!fits(arch) || !kernels::GemmBuilt(i) || failed.contains(arch)) continue;
+    kernels::KernelFacts facts;
+    const auto error = static_cast<cudaError_t>(kernels::PrepareGemm(i, facts));
+    if (error == cudaSuccess) {
+      archs.Add(arch);
+      continue;
+    }
+    failed.insert(arch);
+    if (arch == kernels::Arch::kVendor) {
+      spdlog::info("backend vendor is off: {}", kernels::VendorUnavailable());
+    } else {
+      spdlog::info("kernels of {} are left out: {}: {}", kernels::ArchName(arch), variants[i].info.id,
+                   cudaGetErrorString(error));
+    }
+  }
+  return archs;
+}
+
+absl::StatusOr<int> Attribute(cudaDeviceAttr attribute, int ordinal) {
+  int value = 0;
+  RETURN_IF_ERROR(Unavailable(cudaDeviceGetAttribute(&value, attribute, ordinal), "cudaDeviceGetAttribute"));
+  return value;
+}
+
+std::string UuidText(const cudaUUID_t& uuid) {
+  std::string text = "GPU-";
+  for (std::size_t i = 0; i < sizeof(uuid.bytes); ++i) {
+    if (i == 4 || i == 6 || i == 8 || i == 10) text += '-';
+    absl::StrAppend(&text, absl::Hex(static_cast<unsigned char>(uuid.bytes[i]), absl::kZeroPad2));
+  }
+  return text;
+}
+
+absl::StatusOr<CudaFacts> FactsOf(int ordinal) {
+  cudaDeviceProp properties;
+  RETURN_IF_ERROR(Unavailable(cudaGetDeviceProperties(&properties, ordinal), "cudaGetDeviceProperties"));
+  CudaFacts facts{.ordinal = ordinal,
+                  .name = properties.name,
+                  .uuid = UuidText(properties.uuid),
+                  .compute_capability = properties.major * 10 + properties.minor,
+                  .multiprocessors = properties.multiProcessorCount,
+                  .memory_bytes = properties.totalGlobalMem};
+  RETURN_IF_ERROR(Unavailable(cudaDriverGetVersion(&facts.driver_version), "cudaDriverGetVersion"));
+  RETURN_IF_ERROR(Unavailable(cudaRuntimeGetVersion(&facts.runtime_version), "cudaRuntimeGetVersion"));
+  ASSIGN_OR_RETURN(const int mps, Attribute(cudaDevAttrMpsEnabled, ordinal));
+  facts.mps = mps != 0;
+  return facts;
+}
+
+// How many GPUs the driver shows; the reasons why none does are told apart here.
+absl::StatusOr<int> CountDevices() {
+  int driver = 0;
+  int runtime = 0;
+  if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) {
+    return absl::UnavailableError("no NVIDIA driver on this machine");
+  }
+  RETURN_IF_ERROR(Unavailable(cudaRuntimeGetVersion(&runtime), "cudaRuntimeGetVersion"));
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error == cudaErrorInsufficientDriver) {
+    return absl::UnavailableError(absl::StrCat("the driver serves CUDA ", VersionText(driver), " and this build needs ",
+                                               VersionText(runtime), "; update the driver"));
+  }
+  if (error == cudaErrorNoDevice || (error == cudaSuccess && count == 0)) {
+    return absl::UnavailableError(
+        "the driver shows no GPU; CUDA_VISIBLE_DEVICES, and in a container the runtime's GPU options, decide what it "
+        "shows");
+  }
+  RETURN_IF_ERROR(Unavailable(error, "cudaGetDeviceCount"));
+  return count;
+}
+
+absl::StatusOr<int> FindDevice(const std::string& wanted, int count) {
+  int ordinal = 0;
+  if (wanted == "auto") return 0;
+  if (absl::SimpleAtoi(wanted, &ordinal)) {
+    if (ordinal >= 0 && ordinal < count) return ordinal;
+    return absl::UnavailableError(absl::StrCat("no GPU ", ordinal, "; the driver shows ", count));
+  }
+  for (ordinal = 0; ordinal < count; ++ordinal) {
+    ASSIGN_OR_RETURN(const CudaFacts facts, FactsOf(ordinal));
+    if (facts.uuid == wanted) return ordinal;
+  }
+  return absl::UnavailableError(absl::StrCat("no GPU ", wanted, " among the ", count, " that the driver shows"));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<CudaDevice>> OpenCudaDevice(const CudaDeviceOptions& options) {
+  // Before the first CUDA call; an operator's own choice stands.
+  ::setenv("CUDA_MODULE_LOADING", "EAGER", /*overwrite=*/0);
+  ASSIGN_OR_RETURN(const int count, CountDevices());
+  ASSIGN_OR_RETURN(const int ordinal, FindDevice(options.device, count));
+  ASSIGN_OR_RETURN(CudaFacts facts, FactsOf(ordinal));
+  const Clock::time_point start = Clock::now();
+  RETURN_IF_ERROR(Unavailable(cudaSetDevice(ordinal), "cudaSetDevice"));
+  RETURN_IF_ERROR(CudaDriver::Get().status());
+  const kernels::ArchSet archs = LoadKernels(facts.compute_capability);
+  if (!archs.Has(kernels::Arch::kSm80)) {
+    return absl::UnavailableError(absl::StrCat(facts.name, " (sm_", facts.compute_capability,
+                                               ") is none of the GPUs that this build has kernels for"));
+  }
+  std::size_t free_bytes = 0;
+  std::size_t total_bytes = 0;
+  RETURN_IF_ERROR(Unavailable(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo"));
+  spdlog::info("GPU {} {} ({}): kernels loaded in {} ms, {} MiB of its memory free", ordinal, facts.name, facts.uuid,
+               Nanoseconds(Clock::now() - start) / 1'000'000, free_bytes >> 20U);
+  const planner::DeviceFacts cuda{.backend = kernels::Backend::kCuda,
+                                  .archs = archs,
+                                  .processors = facts.multiprocessors,
+                                  .workspace_bytes_max = options.workspace_bytes_max};
+  std::vector<planner::DeviceFacts> backends = {cuda};
+  if (archs.Has(kernels::Arch::kVendor)) {
+    backends.push_back(cuda);
+    backends.back().backend = kernels::Backend::kVendor;
+  }
+  return std::make_unique<CudaDeviceImpl>(std::move(facts), std::move(backends), *CudaDriver::Get(), options.lost);
+}
+
+}  // namespace tessera::server

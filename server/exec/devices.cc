@@ -1,0 +1,60 @@
+#include "server/exec/devices.h"
+
+#include <spdlog/spdlog.h>
+
+#include "common/status_macros.h"
+#include "common/text.h"
+#include "server/exec/cpu_device.h"
+
+#ifdef TESSERA_HAVE_CUDA
+#include "server/exec/cuda_device.h"
+#include "server/exec/cuda_memory.h"
+#endif
+
+namespace tessera::server {
+namespace {
+
+#ifdef TESSERA_HAVE_CUDA
+absl::Status OpenGpu(const DeviceOptions& options, OpenedDevices& opened) {
+  ASSIGN_OR_RETURN(std::unique_ptr<CudaDevice> gpu, OpenCudaDevice({.device = options.cuda_device,
+                                                                    .workspace_bytes_max = options.workspace_bytes_max,
+                                                                    .lost = options.lost}));
+  const CudaFacts& facts = gpu->cuda_facts();
+  ASSIGN_OR_RETURN(opened.gpu_memory, OpenCudaMemory(facts.ordinal));
+  // A client of MPS shares its GPU's faults with all others; without MPS, contexts are apart.
+  opened.isolation = facts.mps ? IsolationMode::kShared : IsolationMode::kStrict;
+  opened.unavailable.erase(kernels::Backend::kCuda);
+  if (gpu->facts().size() > 1) opened.unavailable.erase(kernels::Backend::kVendor);
+  opened.devices.push_back(std::move(gpu));
+  return absl::OkStatus();
+}
+constexpr char kVendorReason[] = "cuBLASLt does not load; the log says why";
+#else
+absl::Status OpenGpu(const DeviceOptions& /*options*/, OpenedDevices& /*opened*/) {
+  return absl::UnavailableError("this build has no CUDA code; configure it with TESSERA_CUDA_ARCHS");
+}
+constexpr char kVendorReason[] = "this build has no CUDA code";
+#endif
+
+}  // namespace
+
+absl::StatusOr<OpenedDevices> OpenDevices(const DeviceOptions& options) {
+  OpenedDevices opened;
+  opened.unavailable = {{kernels::Backend::kCuda, "the setting cuda_device is off"},
+                        {kernels::Backend::kVendor, "the setting cuda_device is off"}};
+  if (options.cuda_device != "off") {
+    opened.unavailable[kernels::Backend::kVendor] = kVendorReason;
+    const absl::Status status = OpenGpu(options, opened);
+    if (!status.ok() && options.cuda_device != "auto") return InField("cuda_device", status);
+    if (!status.ok()) {
+      spdlog::info("backend cuda is off: {}", MessageOf(status));
+      opened.unavailable[kernels::Backend::kCuda] = MessageOf(status);
+      opened.unavailable[kernels::Backend::kVendor] = MessageOf(status);
+    }
+  }
+  opened.devices.push_back(
+      MakeCpuDevice({.threads = options.cpu_threads, .workspace_bytes_max = options.workspace_bytes_max}));
+  return opened;
+}
+
+}  // namespace tessera::server
