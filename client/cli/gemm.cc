@@ -36,14 +36,25 @@ v1::Backend BackendOf(const std::string& name) {
   return v1::BACKEND_UNSPECIFIED;
 }
 
+absl::StatusOr<OperandPlace> PlaceOf(const Client& client, const GemmArguments& arguments) {
+  const bool gpu_backend = arguments.backend == "cuda" || arguments.backend == "vendor";
+  const bool gpu = arguments.memory.empty() ? gpu_backend : arguments.memory == "gpu";
+  if (!client.remote()) return gpu ? OperandPlace::kGpu : OperandPlace::kHost;
+  if (gpu)
+    return absl::InvalidArgumentError("memory of the GPU is for processes of its node, at the daemon's Unix socket");
+  return OperandPlace::kMessage;
+}
+
 absl::StatusOr<Outcome> RunGemm(const GlobalOptions& options, const GemmArguments& arguments) {
   ASSIGN_OR_RETURN(Client client, Connect(options));
   std::optional<Session> session;
   if (!client.remote()) {
     ASSIGN_OR_RETURN(session, client.OpenSession("tessera gemm"));
   }
-  OperandMemory memory(session.has_value() ? &*session : nullptr);
+  ASSIGN_OR_RETURN(const OperandPlace place, PlaceOf(client, arguments));
+  OperandMemory memory(place, session.has_value() ? &*session : nullptr);
   ASSIGN_OR_RETURN(GemmSpec spec, MakeGemmProblem(memory, arguments));
+  RETURN_IF_ERROR(memory.Upload());
   spec.accumulation = arguments.accumulation == "exact" ? v1::ACCUMULATION_EXACT : v1::ACCUMULATION_FAST;
   spec.backend = BackendOf(arguments.backend);
   spec.profile = true;
@@ -64,6 +75,7 @@ absl::StatusOr<Outcome> RunGemm(const GlobalOptions& options, const GemmArgument
   }
   std::sort(outcome.round_trip_us.begin(), outcome.round_trip_us.end());
   std::sort(outcome.run_us.begin(), outcome.run_us.end());
+  RETURN_IF_ERROR(memory.Download());
   if (arguments.check) outcome.check = CheckGemm(spec);
   if (!arguments.save.empty()) {
     const std::vector<std::byte> data = PackedOutput(spec.d);
@@ -158,6 +170,8 @@ Command AddGemm(CLI::App& app, const GlobalOptions& options) {
   command->add_option("--backend", to.backend, "A named backend is strict: an error if it cannot")
       ->capture_default_str()
       ->check(CLI::IsMember({"default", "auto", "cpu", "cuda", "vendor"}));
+  command->add_option("--memory", to.memory, "Where the operands are; gpu by default for backends cuda and vendor")
+      ->check(CLI::IsMember({"host", "gpu"}));
   command->add_option("--a", to.a_file, "A from FILE.npy or FILE.safetensors[:NAME], [.., M, K]");
   command->add_option("--b", to.b_file, "B from a file, [.., N, K]");
   command->add_flag("--b-is-kn", to.b_is_kn, "B's file holds [.., K, N]");

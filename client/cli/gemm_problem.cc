@@ -140,10 +140,19 @@ absl::StatusOr<TensorView> OperandMemory::Allocate(std::uint64_t bytes, DType dt
                                                    const std::vector<std::int64_t>& shape,
                                                    const std::vector<std::int64_t>& strides) {
   bytes = std::max<std::uint64_t>(1, bytes);
-  if (session_ != nullptr) {
+  if (place_ == OperandPlace::kHost) {
     ASSIGN_OR_RETURN(Buffer buffer, session_->Allocate(bytes));
     buffers_.push_back(std::move(buffer));
     return buffers_.back().Tensor(dtype, shape, 0, strides);
+  }
+  if (place_ == OperandPlace::kGpu) {
+    ASSIGN_OR_RETURN(Buffer buffer, session_->AllocateOnDevice(bytes));
+    buffers_.push_back(std::move(buffer));
+    blocks_.push_back(std::make_unique<std::byte[]>(bytes));
+    copies_.push_back({.buffer = buffers_.size() - 1, .data = blocks_.back().get(), .bytes = bytes});
+    TensorView view = buffers_.back().Tensor(dtype, shape, 0, strides);
+    view.data = blocks_.back().get();
+    return view;
   }
   // No message holds more, whatever the daemon's limit.
   constexpr std::uint64_t kInlineMax = std::uint64_t{1} << 31;
@@ -153,6 +162,16 @@ absl::StatusOr<TensorView> OperandMemory::Allocate(std::uint64_t bytes, DType dt
   }
   blocks_.push_back(std::make_unique<std::byte[]>(bytes));
   return InlineTensor(blocks_.back().get(), dtype, shape, strides);
+}
+
+absl::Status OperandMemory::Upload() {
+  for (const Copy& copy : copies_) RETURN_IF_ERROR(buffers_[copy.buffer].Upload(copy.data, copy.bytes));
+  return absl::OkStatus();
+}
+
+absl::Status OperandMemory::Download() {
+  for (const Copy& copy : copies_) RETURN_IF_ERROR(buffers_[copy.buffer].Download(copy.data, copy.bytes));
+  return absl::OkStatus();
 }
 
 absl::StatusOr<GemmSpec> MakeGemmProblem(OperandMemory& memory, const GemmArguments& arguments) {

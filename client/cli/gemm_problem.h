@@ -26,6 +26,7 @@ struct GemmArguments {
   bool bias = false;
   std::string accumulation = "fast";
   std::string backend = "default";
+  std::string memory;  // host, gpu or, empty, what the backend computes on
   std::uint64_t seed = 1;
   std::int64_t repeat = 5;
   bool check = false;
@@ -37,20 +38,39 @@ struct GemmArguments {
   std::string save;
 };
 
-// Where operands live: in buffers that a session shares with the daemon or, without one, in memory of this process that
-// travels inside the messages.
+// Where operands live.
+enum class OperandPlace {
+  kMessage,  // in this process; they travel inside the messages
+  kHost,     // in host memory that a session shares with the daemon
+  kGpu,      // in the daemon's memory of its GPU, with a copy here that is filled and checked
+};
+
 class OperandMemory {
  public:
-  explicit OperandMemory(Session* session) : session_(session) {}  // null: none
+  // `session` is null for kMessage only.
+  OperandMemory(OperandPlace place, Session* session) : place_(place), session_(session) {}
 
-  // A tensor over at least `bytes` zeroed bytes, and at least one; packed unless strides are given.
+  // A tensor over at least `bytes` zeroed bytes, and at least one; packed unless strides are given. Its data() is
+  // memory of this process.
   absl::StatusOr<TensorView> Allocate(std::uint64_t bytes, DType dtype, const std::vector<std::int64_t>& shape,
                                       const std::vector<std::int64_t>& strides = {});
 
+  // Between the copies here and the GPU; nothing to do elsewhere.
+  absl::Status Upload();
+  absl::Status Download();
+
  private:
-  Session* session_;
+  struct Copy {
+    std::size_t buffer = 0;  // of buffers_
+    std::byte* data = nullptr;
+    std::uint64_t bytes = 0;
+  };
+
+  const OperandPlace place_;
+  Session* const session_;
   std::vector<Buffer> buffers_;
   std::vector<std::unique_ptr<std::byte[]>> blocks_;
+  std::vector<Copy> copies_;
 };
 
 // The views are `memory`'s.

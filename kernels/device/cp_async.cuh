@@ -11,10 +11,9 @@ __device__ __forceinline__ void CopyAsync16(std::uint32_t shared_address, const 
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address), "l"(source) : "memory");
 }
 
-// Writes 16 bytes at `shared_address`: the first `bytes` (0..16) of `source`, then zeros. Both are aligned to 16;
-// nothing past `bytes` is read.
-__device__ __forceinline__ void CopyAsync16(std::uint32_t shared_address, const void* source, std::uint32_t bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address), "l"(source), "r"(bytes)
+// The same, or 16 zero bytes without a read if `copy` is false.
+__device__ __forceinline__ void CopyAsync16OrZero(std::uint32_t shared_address, const void* source, bool copy) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address), "l"(source), "r"(copy ? 16 : 0)
                : "memory");
 }
 

@@ -78,18 +78,24 @@ class OperandLoader {
     }
   }
 
-  // Rolled, as it is for the last tiles only.
+  // Rolled, as it is for the last tiles only. A chunk that the extents cut is gathered: a copy that zero-fills its tail
+  // is an access to 16 bytes all the same, which compute-sanitizer faults at the end of an allocation.
   __device__ __forceinline__ void CopyEdge(unsigned char* own) const {
     const auto shared = static_cast<std::uint32_t>(__cvta_generic_to_shared(own));
     const std::uint32_t element = element_ + OwnElement();
-    const std::uint32_t count = element < elements_ ? min(elements_ - element, std::uint32_t{kChunkElements}) : 0;
+    const bool cut = element < elements_ && elements_ - element < kChunkElements;
     std::uint64_t address = address_;
 #pragma unroll 1
     for (int pass = 0; pass < kPasses; ++pass) {
-      const std::uint32_t bytes = line_ + OwnLine() + pass * kLinesPerPass < lines_ ? count * 2 : 0;
-      // Past the extents the sum may have left the operand: it is replaced before it becomes a pointer.
-      const auto* const source = bytes != 0 ? reinterpret_cast<const void*>(address) : matrix_;
-      device::CopyAsync16(shared + pass * kPassBytes, source, bytes);
+      const std::uint32_t line = line_ + OwnLine() + pass * kLinesPerPass;
+      if (cut) {
+        GatherChunk(own + pass * kPassBytes, line, element);
+      } else {
+        const bool inside = line < lines_ && element < elements_;
+        // Past the extents the sum may have left the operand: it is replaced before it becomes a pointer.
+        const auto* const source = inside ? reinterpret_cast<const void*>(address) : matrix_;
+        device::CopyAsync16OrZero(shared + pass * kPassBytes, source, inside);
+      }
       address += kLinesPerPass * 2 * static_cast<std::uint64_t>(line_stride_);
     }
   }
@@ -99,18 +105,20 @@ class OperandLoader {
     return matrix_[line * line_stride_ + element * element_stride_];
   }
 
+  __device__ __forceinline__ void GatherChunk(unsigned char* chunk, std::uint32_t line, std::uint32_t element) const {
+    std::uint32_t pairs[kChunkElements / 2];
+#pragma unroll
+    for (int i = 0; i < kChunkElements / 2; ++i) {
+      pairs[i] = ElementOrZero(line, element + 2 * i) | ElementOrZero(line, element + 2 * i + 1) << 16;
+    }
+    *reinterpret_cast<uint4*>(chunk) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+
   // Rolled: this path is bound by its loads, and registers belong to the accumulators.
   __device__ __forceinline__ void Gather(unsigned char* own) const {
 #pragma unroll 1
     for (int pass = 0; pass < kPasses; ++pass) {
-      const std::uint32_t line = line_ + OwnLine() + pass * kLinesPerPass;
-      const std::uint32_t element = element_ + OwnElement();
-      std::uint32_t pairs[kChunkElements / 2];
-#pragma unroll
-      for (int i = 0; i < kChunkElements / 2; ++i) {
-        pairs[i] = ElementOrZero(line, element + 2 * i) | ElementOrZero(line, element + 2 * i + 1) << 16;
-      }
-      *reinterpret_cast<uint4*>(own + pass * kPassBytes) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+      GatherChunk(own + pass * kPassBytes, line_ + OwnLine() + pass * kLinesPerPass, element_ + OwnElement());
     }
   }
 
