@@ -59,6 +59,12 @@ class TidyTest(unittest.TestCase):
         for header in files_under(".", {".h", ".cuh"}):
             self.assertIn("#pragma once", header.read_text(), header.relative_to(ROOT))
 
+    def test_ptx_stands_in_the_device_vocabulary(self):
+        for file in files_under(".", CODE):
+            if file.is_relative_to(ROOT / "kernels/device") or file.is_relative_to(ROOT / "tests"):
+                continue
+            self.assertNotRegex(file.read_text(), r"\basm( volatile)?\(", file.relative_to(ROOT))
+
     def test_no_leftovers(self):
         leftover = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|std::cerr <<.*DEBUG")
         for file in files_under(".", CODE | {".sh", ".cmake", ".toml", ".proto"}):
