@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "common/status_macros.h"
@@ -369,7 +370,9 @@ absl::Status CudaStream::Launch(const Job& job, JobResult& result) {
       return device_.health().status();
     }
     result.launched = false;
-    return CudaStatus(error, "launch");
+    // A library may have no kernel for what it can state, and only find that out here.
+    const bool unsupported = error == cudaErrorNotSupported;
+    return CudaStatus(error, "launch", unsupported ? absl::StatusCode::kUnimplemented : absl::StatusCode::kInternal);
   }
   const CUresult written = device_.driver().stream_write_value64(channel_.stream, channel_.flag.device,
                                                                  channel_.launched + 1, CU_STREAM_WRITE_VALUE_DEFAULT);
@@ -507,30 +510,22 @@ void Completer::CheckErrors() {
   }
 }
 
+// What CUDA answers for a kernel whose module has no image for the GPU.
+bool IsMissingImage(cudaError_t error) {
+  return error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction;
+}
+
 // A kernel that is loaded at its first launch can wait for all that runs, and whatever runs may wait for it: load all
-// now. Returns the trees whose kernels run on this device.
-kernels::ArchSet LoadKernels(int compute_capability) {
+// now. Returns the trees whose kernels run on this device; an error if those that every device needs fail although the
+// build has them.
+absl::StatusOr<kernels::ArchSet> LoadKernels(int compute_capability) {
+  const kernels::ArchSet fitting = ArchsOf(compute_capability);
   kernels::ArchSet archs;
-  const auto fits = [compute_capability](kernels::Arch arch) {
-    switch (arch) {
-      case kernels::Arch::kSm80:
-        return compute_capability >= 80;
-      case kernels::Arch::kSm89:
-        return compute_capability >= 89;
-      case kernels::Arch::kSm90a:
-        return compute_capability == 90;
-      case kernels::Arch::kVendor:
-        return true;
-      case kernels::Arch::kCpu:
-        break;
-    }
-    return false;
-  };
   std::set<kernels::Arch> failed;
   const std::span<const kernels::GemmVariant> variants = kernels::GemmVariants();
   for (std::size_t i = 0; i < variants.size(); ++i) {
     const kernels::Arch arch = variants[i].info.arch;
-    if (!fits(arch) || !kernels::GemmBuilt(i) || failed.contains(arch)) continue;
+    if (!fitting.Has(arch) || !kernels::GemmBuilt(i) || failed.contains(arch)) continue;
     kernels::KernelFacts facts;
     const auto error = static_cast<cudaError_t>(kernels::PrepareGemm(i, facts));
     if (error == cudaSuccess) {
@@ -540,10 +535,11 @@ kernels::ArchSet LoadKernels(int compute_capability) {
     failed.insert(arch);
     if (arch == kernels::Arch::kVendor) {
       spdlog::info("backend vendor is off: {}", kernels::VendorUnavailable());
-    } else {
-      spdlog::info("kernels of {} are left out: {}: {}", kernels::ArchName(arch), variants[i].info.id,
-                   cudaGetErrorString(error));
+      continue;
     }
+    spdlog::info("kernels of {} are left out: {}: {}", kernels::ArchName(arch), variants[i].info.id,
+                 cudaGetErrorString(error));
+    if (arch == kernels::Arch::kSm80 && !IsMissingImage(error)) return Unavailable(error, "loading kernels");
   }
   return archs;
 }
@@ -579,12 +575,30 @@ absl::StatusOr<CudaFacts> FactsOf(int ordinal) {
   return facts;
 }
 
+// What may help when the driver is there and does not start.
+const char* AdviceFor(cudaError_t error) {
+  switch (error) {
+    case cudaErrorSystemNotReady:
+      return "on a machine with NVSwitch, the NVIDIA Fabric Manager must run";
+    case cudaErrorSystemDriverMismatch:
+      return "the driver's library and its kernel module are of different versions; reboot after an update, and give a "
+             "container the library of its host";
+    case cudaErrorCompatNotSupportedOnDevice:
+      return "take the forward-compatibility libcuda (package cuda-compat) out of the loader's path, or update the "
+             "driver";
+    default:
+      return "nvidia-smi and the kernel's log say more";
+  }
+}
+
 // How many GPUs the driver shows; the reasons why none does are told apart here.
 absl::StatusOr<int> CountDevices() {
   int driver = 0;
   int runtime = 0;
   if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) {
-    return absl::UnavailableError("no NVIDIA driver on this machine");
+    return absl::UnavailableError(
+        "no NVIDIA driver on this machine: libcuda.so.1 does not load; install the driver, and in a container use the "
+        "NVIDIA runtime");
   }
   RETURN_IF_ERROR(Unavailable(cudaRuntimeGetVersion(&runtime), "cudaRuntimeGetVersion"));
   int count = 0;
@@ -598,45 +612,77 @@ absl::StatusOr<int> CountDevices() {
         "the driver shows no GPU; CUDA_VISIBLE_DEVICES, and in a container the runtime's GPU options, decide what it "
         "shows");
   }
-  RETURN_IF_ERROR(Unavailable(error, "cudaGetDeviceCount"));
+  if (error != cudaSuccess) {
+    const absl::Status status = Unavailable(error, "the driver does not start");
+    return absl::UnavailableError(absl::StrCat(MessageOf(status), "; ", AdviceFor(error)));
+  }
   return count;
 }
 
-absl::StatusOr<int> FindDevice(const std::string& wanted, int count) {
-  int ordinal = 0;
-  if (wanted == "auto") return 0;
-  if (absl::SimpleAtoi(wanted, &ordinal)) {
-    if (ordinal >= 0 && ordinal < count) return ordinal;
-    return absl::UnavailableError(absl::StrCat("no GPU ", ordinal, "; the driver shows ", count));
-  }
-  for (ordinal = 0; ordinal < count; ++ordinal) {
-    ASSIGN_OR_RETURN(const CudaFacts facts, FactsOf(ordinal));
-    if (facts.uuid == wanted) return ordinal;
-  }
-  return absl::UnavailableError(absl::StrCat("no GPU ", wanted, " among the ", count, " that the driver shows"));
+// As TESSERA_CUDA_ARCHS has it: from Hopper on, with the architecture's own instructions.
+std::string ArchToken(int compute_capability) {
+  return absl::StrCat(compute_capability, compute_capability >= 90 ? "a" : "");
 }
 
 }  // namespace
+
+kernels::ArchSet ArchsOf(int compute_capability) {
+  kernels::ArchSet archs = {kernels::Arch::kVendor};
+  if (compute_capability >= 80) archs.Add(kernels::Arch::kSm80);
+  if (compute_capability >= 89) archs.Add(kernels::Arch::kSm89);
+  if (compute_capability == 90) archs.Add(kernels::Arch::kSm90a);
+  return archs;
+}
+
+absl::StatusOr<CudaFacts> ChooseDevice(const std::string& wanted, int count,
+                                       const std::function<absl::StatusOr<CudaFacts>(int ordinal)>& facts_of) {
+  int number = 0;
+  if (absl::SimpleAtoi(wanted, &number)) {
+    if (number >= 0 && number < count) return facts_of(number);
+    return absl::UnavailableError(absl::StrCat("no GPU ", number, "; the driver shows ", count,
+                                               ", numbered from 0; CUDA_VISIBLE_DEVICES decides which"));
+  }
+  std::string shown;
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
+    ASSIGN_OR_RETURN(CudaFacts facts, facts_of(ordinal));
+    const bool runs_kernels = ArchsOf(facts.compute_capability).Has(kernels::Arch::kSm80);
+    if (wanted == "auto" ? runs_kernels : facts.uuid == wanted) return facts;
+    absl::StrAppend(&shown, ordinal == 0 ? "" : ", ", facts.uuid);
+  }
+  if (wanted == "auto") return facts_of(0);
+  return absl::UnavailableError(absl::StrCat("no GPU ", wanted, " among those that the driver shows (", shown,
+                                             "); CUDA_VISIBLE_DEVICES decides which"));
+}
+
+absl::Status CheckKernels(const CudaFacts& facts, kernels::ArchSet archs) {
+  if (archs.Has(kernels::Arch::kSm80)) return absl::OkStatus();
+  const bool could = ArchsOf(facts.compute_capability).Has(kernels::Arch::kSm80);
+  return absl::UnavailableError(absl::StrCat(
+      facts.name, " (sm_", facts.compute_capability, ") is none of the GPUs that this build has kernels for; ",
+      could ? absl::StrCat("configure it with ", ArchToken(facts.compute_capability), " in TESSERA_CUDA_ARCHS")
+            : "kernels need sm_80 or later"));
+}
 
 absl::StatusOr<std::unique_ptr<CudaDevice>> OpenCudaDevice(const CudaDeviceOptions& options) {
   // Before the first CUDA call; an operator's own choice stands.
   ::setenv("CUDA_MODULE_LOADING", "EAGER", /*overwrite=*/0);
   ASSIGN_OR_RETURN(const int count, CountDevices());
-  ASSIGN_OR_RETURN(const int ordinal, FindDevice(options.device, count));
-  ASSIGN_OR_RETURN(CudaFacts facts, FactsOf(ordinal));
-  const Clock::time_point start = Clock::now();
-  RETURN_IF_ERROR(Unavailable(cudaSetDevice(ordinal), "cudaSetDevice"));
-  RETURN_IF_ERROR(CudaDriver::Get().status());
-  const kernels::ArchSet archs = LoadKernels(facts.compute_capability);
-  if (!archs.Has(kernels::Arch::kSm80)) {
-    return absl::UnavailableError(absl::StrCat(facts.name, " (sm_", facts.compute_capability,
-                                               ") is none of the GPUs that this build has kernels for"));
+  ASSIGN_OR_RETURN(CudaFacts facts, ChooseDevice(options.device, count, FactsOf));
+  // First by what the device is: one that cannot serve gets no context. A MIG instance tells by its name.
+  if (absl::StrContains(facts.name, " MIG ")) {
+    return absl::UnavailableError(absl::StrCat(facts.name, " is a MIG instance; only whole GPUs are served"));
   }
+  RETURN_IF_ERROR(CheckKernels(facts, ArchsOf(facts.compute_capability)));
+  const Clock::time_point start = Clock::now();
+  RETURN_IF_ERROR(Unavailable(cudaSetDevice(facts.ordinal), "cudaSetDevice"));
+  RETURN_IF_ERROR(CudaDriver::Get().status());
+  ASSIGN_OR_RETURN(const kernels::ArchSet archs, LoadKernels(facts.compute_capability));
+  RETURN_IF_ERROR(CheckKernels(facts, archs));
   std::size_t free_bytes = 0;
   std::size_t total_bytes = 0;
   RETURN_IF_ERROR(Unavailable(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo"));
-  spdlog::info("GPU {} {} ({}): kernels loaded in {} ms, {} MiB of its memory free", ordinal, facts.name, facts.uuid,
-               Nanoseconds(Clock::now() - start) / 1'000'000, free_bytes >> 20U);
+  spdlog::info("GPU {} {} ({}): kernels loaded in {} ms, {} MiB of its memory free", facts.ordinal, facts.name,
+               facts.uuid, Nanoseconds(Clock::now() - start) / 1'000'000, free_bytes >> 20U);
   const planner::DeviceFacts cuda{.backend = kernels::Backend::kCuda,
                                   .archs = archs,
                                   .processors = facts.multiprocessors,

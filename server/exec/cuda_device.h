@@ -11,14 +11,15 @@
 #include <memory>
 #include <string>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "kernels/catalog/variant.h"
 #include "server/exec/device.h"
 
 namespace tessera::server {
 
 struct CudaDeviceOptions {
-  std::string
-      device;  // "auto": the first that kernels of this build run on; else an ordinal, or a UUID as nvidia-smi -L
+  std::string device;  // "auto": the first that kernels run on; else an ordinal, or a UUID as nvidia-smi -L
   std::int64_t workspace_bytes_max = 0;
   // Called once, from the completer, when the context is lost: every call has been, and will be, answered UNAVAILABLE.
   std::function<void(const absl::Status&)> lost;
@@ -45,5 +46,18 @@ class CudaDevice : public Device {
 // UNAVAILABLE with the reason, and what to do, where no GPU can be served: no driver, one too old, no device, or only
 // devices that this build has no kernels for. Loads every kernel, which takes a fraction of a second.
 absl::StatusOr<std::unique_ptr<CudaDevice>> OpenCudaDevice(const CudaDeviceOptions& options);
+
+// What OpenCudaDevice decides, apart from the calls that it decides upon, for tests on machines without such GPUs.
+
+// The trees whose kernels a GPU of this compute capability runs, where the build has an image for it.
+kernels::ArchSet ArchsOf(int compute_capability);
+
+// Which of `count` GPUs `wanted` (CudaDeviceOptions::device) means; `facts_of` tells of each. "auto" is the first GPU
+// if kernels run on none, for CheckKernels to refuse. UNAVAILABLE if the wanted one is not there.
+absl::StatusOr<CudaFacts> ChooseDevice(const std::string& wanted, int count,
+                                       const std::function<absl::StatusOr<CudaFacts>(int ordinal)>& facts_of);
+
+// UNAVAILABLE unless the kernels that run on a GPU, `archs`, have those of sm80: they take every problem.
+absl::Status CheckKernels(const CudaFacts& facts, kernels::ArchSet archs);
 
 }  // namespace tessera::server

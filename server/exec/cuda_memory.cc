@@ -9,7 +9,6 @@
 
 #include <spdlog/spdlog.h>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "common/status_macros.h"
 #include "common/text.h"
@@ -160,24 +159,9 @@ absl::Status OpenStatus(cudaError_t error) {
                        absl::StatusCode::kInvalidArgument);
 }
 
-// UNIMPLEMENTED for a MIG instance, whose UUID begins otherwise; its name tells.
-absl::StatusOr<std::string> GpuUuid(int ordinal) {
-  cudaDeviceProp properties{};
-  RETURN_IF_ERROR(RuntimeStatus(cudaGetDeviceProperties(&properties, ordinal), "cudaGetDeviceProperties"));
-  if (absl::StrContains(properties.name, " MIG ")) {
-    return absl::UnimplementedError(absl::StrCat(properties.name, " is a MIG instance; only whole GPUs are served"));
-  }
-  std::string uuid = "GPU-";
-  for (std::size_t i = 0; i < sizeof(properties.uuid.bytes); ++i) {
-    if (i == 4 || i == 6 || i == 8 || i == 10) uuid += '-';
-    absl::StrAppend(&uuid, absl::Hex(static_cast<unsigned char>(properties.uuid.bytes[i]), absl::kZeroPad2));
-  }
-  return uuid;
-}
-
 class CudaMemory final : public DeviceMemory {
  public:
-  static absl::StatusOr<std::unique_ptr<DeviceMemory>> Open(int ordinal);
+  static absl::StatusOr<std::unique_ptr<DeviceMemory>> Open(int ordinal, std::string uuid);
 
   ~CudaMemory() override {
     if (stream_ == nullptr) return;
@@ -209,11 +193,10 @@ class CudaMemory final : public DeviceMemory {
   cudaStream_t stream_ = nullptr;  // for zeroing; the default stream would wait for other streams
 };
 
-absl::StatusOr<std::unique_ptr<DeviceMemory>> CudaMemory::Open(int ordinal) {
+absl::StatusOr<std::unique_ptr<DeviceMemory>> CudaMemory::Open(int ordinal, std::string uuid) {
   const absl::StatusOr<CudaDriver>& driver = CudaDriver::Get();
   RETURN_IF_ERROR(driver.status());
   RETURN_IF_ERROR(MakeCurrent(ordinal));
-  ASSIGN_OR_RETURN(std::string uuid, GpuUuid(ordinal));
   std::unique_ptr<CudaMemory> memory(new CudaMemory(*driver, ordinal, std::move(uuid)));
   const CUmemAllocationProp properties = memory->Properties();
   std::size_t granularity = 0;
@@ -322,8 +305,8 @@ absl::StatusOr<std::unique_ptr<Mapping>> CudaMemory::ImportDescriptor(UniqueFd f
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<DeviceMemory>> OpenCudaMemory(int ordinal) {
-  return CudaMemory::Open(ordinal);
+absl::StatusOr<std::unique_ptr<DeviceMemory>> OpenCudaMemory(int ordinal, std::string uuid) {
+  return CudaMemory::Open(ordinal, std::move(uuid));
 }
 
 }  // namespace tessera::server

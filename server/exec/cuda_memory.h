@@ -8,8 +8,8 @@
 
 namespace tessera::server {
 
-// The memory of GPU `ordinal` (CUDA's numbering in this process), in its primary context. UNIMPLEMENTED: a MIG
-// instance, or a GPU or driver without shareable allocations.
-absl::StatusOr<std::unique_ptr<DeviceMemory>> OpenCudaMemory(int ordinal);
+// The memory of GPU `ordinal` (CUDA's numbering in this process) of that UUID, in its primary context. An error where
+// the GPU or its driver has no allocations with descriptors, as some virtual GPUs.
+absl::StatusOr<std::unique_ptr<DeviceMemory>> OpenCudaMemory(int ordinal, std::string uuid);
 
 }  // namespace tessera::server

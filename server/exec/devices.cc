@@ -20,7 +20,7 @@ absl::Status OpenGpu(const DeviceOptions& options, OpenedDevices& opened) {
                                                                     .workspace_bytes_max = options.workspace_bytes_max,
                                                                     .lost = options.lost}));
   const CudaFacts& facts = gpu->cuda_facts();
-  ASSIGN_OR_RETURN(opened.gpu_memory, OpenCudaMemory(facts.ordinal));
+  ASSIGN_OR_RETURN(opened.gpu_memory, OpenCudaMemory(facts.ordinal, facts.uuid));
   // A client of MPS shares its GPU's faults with all others; without MPS, contexts are apart.
   opened.isolation = facts.mps ? IsolationMode::kShared : IsolationMode::kStrict;
   opened.unavailable.erase(kernels::Backend::kCuda);
