@@ -6,16 +6,20 @@
 #   PART   conformance  every variant against the oracle, and mutation controls     -> OUT/conformance.json
 #          sanitize     compute-sanitizer: memcheck, racecheck, synccheck           -> OUT/sanitize.json
 #          e2e          a daemon and other processes, over shared device memory     -> OUT/e2e.json
-#          bench        our kernels and their peers in turns                        -> OUT/bench.json
+#          bench        what a call costs on its way                                -> OUT/launch.jsonl
+#                       our kernels and cuBLASLt's in turns                         -> OUT/gemm_vendor.jsonl
 #          all          (default) all of them, in this order
-#   DIST   the installed tree: bin/, lib/. It may lie anywhere.
-#   OUT    gets the reports above and a log of each part.
+#   DIST   the installed tree: bin/, lib/, of the components gpu_tests and, for e2e and bench, tessera. Anywhere.
+#   OUT    gets the reports above, and run.log with what the parts printed.
 #
-# The budget (540 s unless given) is for the whole call; a part gets what is left. Exit code 0 = every part asked for ran
+# e2e makes PID namespaces and starts MPS of its own: it needs root, CAP_SYS_ADMIN and nvidia-cuda-mps-control in PATH;
+# TESSERA_ALLOW_SKIP=1 lets it, and bench, leave out what the machine cannot do.
+#
+# The budget (540 s unless given) is for all; a part gets what is left. Exit code 0 = every part asked for ran
 # and passed. TESSERA_GIT names the revision in the reports; else the file DIST/GIT does, else this repository.
 set -uo pipefail
 
-usage() { sed -n '2,16s/^# \{0,1\}//p' "$0"; }
+usage() { sed -n '2,19s/^# \{0,1\}//p' "$0"; }
 die() { echo "run.sh: $*" >&2; exit 2; }
 
 part=all
@@ -52,32 +56,68 @@ fi
 export TESSERA_GIT
 export LD_LIBRARY_PATH="$dist/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 
+# cuBLASLt, which the vendor's variants load: the loader's own, else a toolkit's, else that of a Python wheel.
+find_cublaslt() {
+  local name=libcublasLt.so.13 folder folders=() found
+  IFS=: read -ra folders <<<"$LD_LIBRARY_PATH"
+  for folder in "${folders[@]}"; do
+    [ -n "$folder" ] && [ -e "$folder/$name" ] && echo "$folder/$name" && return
+  done
+  found=$(ldconfig -p 2>/dev/null | awk -v name="$name" '$1 == name { print $NF; exit }')
+  [ -n "$found" ] && echo "$found" && return
+  mapfile -t folders < <(python3 -c 'import sys; print("\n".join(path for path in sys.path if path))' 2>/dev/null)
+  for found in /usr/local/cuda*/lib64/$name /usr/local/cuda*/targets/*/lib/$name \
+               "${folders[@]/%//nvidia/cu13/lib/$name}" "${folders[@]/%//nvidia/cublas/lib/$name}"; do
+    [ -e "$found" ] && echo "$found" && return
+  done
+  return 1
+}
+
+if cublaslt=$(find_cublaslt); then
+  # Last, so that nothing else of that folder takes the place of what was found before.
+  export LD_LIBRARY_PATH="$LD_LIBRARY_PATH:${cublaslt%/*}"
+  echo "cuBLASLt: $cublaslt"
+else
+  echo "cuBLASLt: none found; the vendor's variants are left out"
+fi
+
 left() { echo $((budget - SECONDS)); }
+# For programs that stop by themselves, in order, before the time is over.
+left_for_program() { echo $(($(left) > 25 ? $(left) - 20 : 5)); }
 
 # What is wrong with the machine, said once and in words; programs that need no nvidia-smi find out for themselves.
 if command -v nvidia-smi >/dev/null && ! gpus=$(timeout 60 nvidia-smi -L 2>&1); then
   die "no usable GPU: nvidia-smi says: ${gpus%%$'\n'*}"
 fi
 
-# run_program LOG PROGRAM ARGUMENTS...: within the time left; output to the terminal and, its last 4 MiB, to OUT/LOG.
+# run_program PROGRAM ARGUMENTS...: within the time left; output to the terminal and, its last 4 MiB, to OUT/run.log.
 run_program() {
-  local log=$1 status
-  shift
-  [ -x "$1" ] || { echo "run.sh: $1 is not in this tree" | tee "$out/$log" >&2; return 2; }
-  [ "$(left)" -gt 0 ] || { echo "run.sh: no time is left for $1" | tee "$out/$log" >&2; return 124; }
-  timeout --kill-after=10 "$(left)" "$@" 2>&1 | tee "$scratch/$log"
+  local status
+  [ -x "$1" ] || { echo "run.sh: $1 is not in this tree" | tee -a "$out/run.log" >&2; return 2; }
+  [ "$(left)" -gt 0 ] || { echo "run.sh: no time is left for $1" | tee -a "$out/run.log" >&2; return 124; }
+  timeout --kill-after=10 "$(left)" "$@" 2>&1 | tee "$scratch/log"
   status=${PIPESTATUS[0]}
-  tail -c 4194304 "$scratch/$log" >"$out/$log"
+  { echo "== $1"; tail -c 4194304 "$scratch/log"; } >>"$out/run.log"
   return "$status"
 }
 
 run_conformance() {
-  run_program conformance.log "$dist/bin/tessera-gpu-conformance" --json "$out/conformance.json" \
+  run_program "$dist/bin/tessera-gpu-conformance" --json "$out/conformance.json" \
     --budget-s "$(($(left) > 15 ? $(left) - 10 : 5))"
 }
 
-run_e2e() { run_program e2e.log "$dist/bin/tessera-gpu-e2e" --json "$out/e2e.json" --dist "$dist"; }
-run_bench() { run_program bench.log "$dist/bin/tessera-gpu-bench" --json "$out/bench.json" --dist "$dist"; }
+allow_skip=()
+[ "${TESSERA_ALLOW_SKIP:-}" = 1 ] && allow_skip=(--allow-skip)
+
+run_e2e() {
+  run_program "$dist/bin/tessera-gpu-e2e" --json "$out/e2e.json" --dist "$dist" \
+    --budget-s "$(left_for_program)" "${allow_skip[@]}"
+}
+
+run_bench() {
+  run_program "$dist/bin/tessera-gpu-bench" --json "$out/launch.jsonl" \
+    --vendor-json "$out/gemm_vendor.jsonl" --dist "$dist" --budget-s "$(left_for_program)" "${allow_skip[@]}"
+}
 
 find_sanitizer() {
   local candidate
@@ -98,7 +138,6 @@ errors_in() {
 
 run_sanitize() {
   local sanitizer tool share begin status errors rows=() failed=0 tools=(memcheck racecheck synccheck) index=0
-  : >"$out/sanitize.log"
   if ! sanitizer=$(find_sanitizer); then
     echo "run.sh: compute-sanitizer is neither in PATH nor in the CUDA toolkit nor in $dist" >&2
     printf '{"git": "%s", "error": "compute-sanitizer not found", "tools": []}\n' "$TESSERA_GIT" >"$out/sanitize.json"
@@ -113,7 +152,7 @@ run_sanitize() {
       "$dist/bin/tessera-gpu-conformance" --reduced --no-vendor --threads 2 >"$scratch/$tool.log" 2>&1
     status=$?
     errors=$(errors_in "$scratch/$tool.log")
-    { echo "== $tool: exit code $status"; tail -c 1048576 "$scratch/$tool.log"; } >>"$out/sanitize.log"
+    { echo "== $tool: exit code $status"; tail -c 1048576 "$scratch/$tool.log"; } >>"$out/run.log"
     [ "$status" = 0 ] && [ "$errors" = 0 ] || { failed=1; tail -n 30 "$scratch/$tool.log" >&2; }
     echo "$tool: $errors errors, exit code $status, $((SECONDS - begin)) s"
     rows+=("$(printf '{"tool": "%s", "errors": %d, "exit_code": %d, "timed_out": %s, "seconds": %d}' "$tool" "$errors" \
@@ -124,6 +163,7 @@ run_sanitize() {
   return "$failed"
 }
 
+: >"$out/run.log"
 scratch=$(mktemp -d "${TMPDIR:-/tmp}/tessera-gpu.XXXXXX") || die "cannot create a temporary folder"
 trap 'rm -rf "$scratch"' EXIT
 
