@@ -168,6 +168,7 @@ class Completer {
   std::mutex mutex_;
   std::condition_variable wake_;
   std::vector<std::shared_ptr<CudaStream>> new_;
+  std::atomic<bool> has_new_{false};  // whether new_ has any, for a look without the lock
   bool stopping_ = false;
 
   std::vector<std::shared_ptr<CudaStream>> watched_;  // of the thread alone
@@ -453,13 +454,17 @@ void Completer::Watch(std::shared_ptr<CudaStream> stream) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     new_.push_back(std::move(stream));
+    has_new_.store(true, std::memory_order_release);
   }
   wake_.notify_one();
 }
 
 void Completer::TakeNew() {
+  if (!has_new_.load(std::memory_order_acquire)) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
   for (std::shared_ptr<CudaStream>& stream : new_) watched_.push_back(std::move(stream));
   new_.clear();
+  has_new_.store(false, std::memory_order_release);
 }
 
 // Serves until told to stop and nothing is under way.
@@ -470,17 +475,18 @@ void Completer::Run() {
   Clock::time_point progress = Clock::now();
   Clock::time_point checked = progress;
   while (true) {
-    {
+    const bool resting = Clock::now() - progress > kPollFor;
+    if (watched_.empty() && !has_new_.load(std::memory_order_acquire)) {
+      if (!resting) continue;  // the next job of a busy client is on its way: waking up would take longer
       std::unique_lock<std::mutex> lock(mutex_);
-      if (watched_.empty() && new_.empty()) {
-        if (stopping_) return;
-        wake_.wait(lock, [this] { return stopping_ || !new_.empty(); });
-        progress = checked = Clock::now();
-      } else if (Clock::now() - progress > kPollFor) {
-        wake_.wait_for(lock, kSleepBetweenPolls, [this] { return !new_.empty(); });
-      }
-      TakeNew();
+      wake_.wait(lock, [this] { return stopping_ || !new_.empty(); });
+      if (new_.empty()) return;
+      progress = checked = Clock::now();
+    } else if (resting) {
+      std::unique_lock<std::mutex> lock(mutex_);
+      wake_.wait_for(lock, kSleepBetweenPolls, [this] { return !new_.empty(); });
     }
+    TakeNew();
     const bool any = Poll();
     const Clock::time_point now = Clock::now();
     if (any) progress = now;

@@ -8,23 +8,12 @@
 
 #include "common/status_macros.h"
 #include "common/text.h"
+#include "server/rpc/compute_stream.h"
 #include "server/rpc/decode.h"
+#include "server/rpc/op_report.h"
 
 namespace tessera::server {
 namespace {
-
-void FillReport(const OperationReport& from, bool profile, v1::OpReport& to) {
-  const auto set = [](std::string* text, std::string_view value) { text->assign(value.data(), value.size()); };
-  set(to.mutable_variant(), from.variant);
-  set(to.mutable_backend(), kernels::BackendName(from.backend));
-  if (!from.variant.empty()) set(to.mutable_source(), planner::SourceName(from.source));
-  to.set_split(static_cast<std::uint32_t>(from.split));
-  to.set_flops(from.flops);
-  if (!profile) return;
-  to.mutable_timing()->set_queue_ns(from.queue_ns);
-  to.mutable_timing()->set_plan_ns(from.plan_ns);
-  to.mutable_timing()->set_run_ns(from.run_ns);
-}
 
 // One Gemm call. gRPC keeps context, request and reply alive until Finish, and calls OnDone once after it.
 //
@@ -111,6 +100,11 @@ grpc::ServerUnaryReactor* ComputeService::Gemm(grpc::CallbackServerContext* cont
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
   reactor->Finish(*answer);
   return reactor;
+}
+
+grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* ComputeService::Stream(
+    grpc::CallbackServerContext* context) {
+  return ServeComputeStream(*context, scope_, executor_);
 }
 
 }  // namespace tessera::server

@@ -38,6 +38,7 @@ grpc::Status ToGrpc(const absl::Status& status) {
 Access AccessOf(RpcMethod method) {
   switch (method) {
     case RpcMethod::kComputeGemm:
+    case RpcMethod::kComputeStream:
     case RpcMethod::kAdminServerInfo:
       return Access::kAnyone;
     case RpcMethod::kMemoryOpenSession:
