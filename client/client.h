@@ -77,6 +77,7 @@ struct GemmResult {
 
 class SessionCore;
 class ClientCore;
+class GemmStream;  // client/gemm_stream.h
 
 // Memory that this process and the daemon share, on the host or on a GPU. Released with the object.
 class Buffer {
@@ -140,6 +141,9 @@ class Session {
   // that are on the way together may arrive in any order: wait for a result before sending what reads it.
   void GemmAsync(const GemmSpec& spec, std::function<void(absl::StatusOr<GemmResult>)> done);
   std::future<absl::StatusOr<GemmResult>> GemmAsync(const GemmSpec& spec);
+  // One call that carries many products, started in the order in which they are given. `timeout` is that of all of them
+  // together; 0 = none.
+  GemmStream OpenStream(std::chrono::milliseconds timeout = std::chrono::milliseconds(0));
 
   // Ends the session now. Buffers of it are invalid in the daemon afterwards; mappings here stay until released.
   absl::Status Close();
@@ -167,6 +171,7 @@ class Client {
   // Calls without a session, on inline tensors.
   absl::StatusOr<GemmResult> Gemm(const GemmSpec& spec);
   std::future<absl::StatusOr<GemmResult>> GemmAsync(const GemmSpec& spec);
+  GemmStream OpenStream(std::chrono::milliseconds timeout = std::chrono::milliseconds(0));
 
   absl::StatusOr<v1::ServerInfoReply> ServerInfo() const;
   absl::StatusOr<v1::ListBuffersReply> ListBuffers(bool all_principals = false) const;

@@ -55,6 +55,10 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> MakeChannel(const ConnectOptions&
   return grpc::CreateCustomChannel(target, credentials, arguments);
 }
 
+void SetTimeout(grpc::ClientContext& context, std::chrono::milliseconds timeout) {
+  if (timeout.count() > 0) context.set_deadline(std::chrono::system_clock::now() + timeout);
+}
+
 thread_local bool on_callback_thread = false;
 
 // The last owner may be the callback of a call that outlived its session and client.
@@ -70,6 +74,10 @@ void Destroy(ClientCore* core) {
 
 void EnteredCallbackThread() {
   on_callback_thread = true;  // for good: gRPC's callback threads do nothing else
+}
+
+bool OnCallbackThread() {
+  return on_callback_thread;
 }
 
 absl::StatusOr<std::shared_ptr<ClientCore>> ClientCore::Make(ConnectOptions connect_options) {
@@ -147,7 +155,12 @@ absl::StatusOr<std::shared_ptr<SessionCore>> SessionCore::Open(std::shared_ptr<C
 
 void SessionCore::Prepare(grpc::ClientContext& context, std::chrono::milliseconds timeout) const {
   context.AddMetadata(kSessionMetadata, token);
-  if (timeout.count() > 0) context.set_deadline(std::chrono::system_clock::now() + timeout);
+  SetTimeout(context, timeout);
+}
+
+void PrepareCompute(const SessionCore* session, grpc::ClientContext& context, std::chrono::milliseconds timeout) {
+  if (session != nullptr) return session->Prepare(context, timeout);
+  SetTimeout(context, timeout);
 }
 
 }  // namespace tessera::client

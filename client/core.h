@@ -25,6 +25,7 @@ absl::Status FromGrpc(const grpc::Status& status);
 // Marks the calling thread as one on which gRPC runs callbacks. A channel may not be destroyed there: gRPC would wait
 // for the very thread that it is on. Objects that own one are then destroyed on a thread of their own.
 void EnteredCallbackThread();
+bool OnCallbackThread();
 
 class ClientCore {
  public:
@@ -80,5 +81,8 @@ class SessionCore {
   std::unique_ptr<SideChannel> side_channel;
   std::string token;
 };
+
+// The same for a call of Compute, which needs no session: null is none.
+void PrepareCompute(const SessionCore* session, grpc::ClientContext& context, std::chrono::milliseconds timeout);
 
 }  // namespace tessera::client

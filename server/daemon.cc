@@ -175,6 +175,7 @@ class Daemon::Parts {
     StartAccepting();
     io_thread_ = std::thread([this] { io_.run(); });
     SetServing(true);
+    if (draining_.load()) SetServing(false);  // told to drain before it served
     spdlog::info("tesserad {} serves at {} (side channel {}, tcp {}, http {}), backend {}", Version(), socket_path_,
                  side_listener_->path(), tcp_listener_.has_value() ? tcp_address() : "off",
                  http_ == nullptr ? "off" : http_->address(), kernels::BackendName(executor_.default_backend()));
@@ -182,9 +183,12 @@ class Daemon::Parts {
   }
 
   void RequestDrain() {
-    const std::lock_guard<std::mutex> lock(drain_mutex_);
-    if (draining_.exchange(true)) return;
-    drain_deadline_ = std::chrono::steady_clock::now() + std::chrono::seconds(settings_.drain_grace_s);
+    {
+      const std::lock_guard<std::mutex> lock(drain_mutex_);
+      if (draining_.load()) return;
+      drain_deadline_ = std::chrono::steady_clock::now() + std::chrono::seconds(settings_.drain_grace_s);
+      draining_.store(true);
+    }
     // Readiness before refusal: whoever watches it stops sending before anybody is turned away.
     SetServing(false);
     executor_.StopAccepting();

@@ -14,8 +14,8 @@ case "${1:-}" in
     ctest --preset asan -E '^(docs_test|tidy_test)$' -j "$(nproc)"
     ;;
   thread)
-    tests=(executor_test shared_stress_test session_table_test side_channel_test peer_test gemm_planner_test metrics_test
-           http_server_test)
+    tests=(executor_test shared_stress_test session_table_test device_buffer_test side_channel_test peer_test
+           gemm_planner_test metrics_test nvml_test http_server_test)
     tools/build.sh tsan "${tests[@]}"
     # The distribution's libraries are not instrumented.
     export TSAN_OPTIONS="ignore_noninstrumented_modules=1 halt_on_error=1"

@@ -37,6 +37,7 @@ struct LaunchContext {
   void* stream = nullptr;  // cudaStream_t; unused by CPU variants, which finish before they return
   Workspace workspace;
   HostParallel parallel;  // CPU variants only
+  bool may_wait = true;   // a launch may wait for the stream, as a library does that measures its choices first
 };
 
 // What the compiled kernel of a CUDA variant takes, as the driver reports it.

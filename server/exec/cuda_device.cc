@@ -127,16 +127,19 @@ class Health {
 
   bool is_lost() const { return is_lost_.load(std::memory_order_acquire); }
 
-  // The first report counts.
+  // The first report counts. Under any lock: the listener is told later, by the completer.
   void Lose(cudaError_t error, const char* what) {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (!status_.ok()) return;
-      status_ =
-          absl::UnavailableError(absl::StrCat("the GPU's context is lost: ", what, ": ", cudaGetErrorString(error),
-                                              " (", cudaGetErrorName(error), "); the daemon must restart"));
-      is_lost_.store(true, std::memory_order_release);
-    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!status_.ok()) return;
+    status_ = absl::UnavailableError(absl::StrCat("the GPU's context is lost: ", what, ": ", cudaGetErrorString(error),
+                                                  " (", cudaGetErrorName(error), "); the daemon must restart"));
+    is_lost_.store(true, std::memory_order_release);
+  }
+
+  // By the completer, with no lock held.
+  void TellOnce() {
+    if (!is_lost() || told_) return;
+    told_ = true;
     if (lost_) lost_(status());
   }
 
@@ -145,6 +148,7 @@ class Health {
   mutable std::mutex mutex_;
   absl::Status status_;
   std::atomic<bool> is_lost_{false};
+  bool told_ = false;  // of the completer
 };
 
 class CudaStream;
@@ -156,6 +160,7 @@ class Completer {
   ~Completer();
 
   void Watch(std::shared_ptr<CudaStream> stream);
+  void Wake();  // to tell of a lost context
 
  private:
   void Run();
@@ -168,7 +173,7 @@ class Completer {
   std::mutex mutex_;
   std::condition_variable wake_;
   std::vector<std::shared_ptr<CudaStream>> new_;
-  std::atomic<bool> has_new_{false};  // whether new_ has any, for a look without the lock
+  std::atomic<bool> called_{false};  // there is something to look at, seen without the lock
   bool stopping_ = false;
 
   std::vector<std::shared_ptr<CudaStream>> watched_;  // of the thread alone
@@ -204,10 +209,13 @@ class CudaStream final : public Stream, public std::enable_shared_from_this<Cuda
   };
   using Refused = std::vector<std::pair<Job, JobResult>>;
 
-  // With mutex_ held: launches what the GPU may have. Jobs that are over without a launch go to `refused`.
-  void LaunchWaiting(Refused& refused);
-  absl::Status Launch(const Job& job, JobResult& result);
-  absl::Status EnsureWorkspace(std::size_t bytes);
+  // With mutex_ held: launches what the GPU may have. Jobs that are over without a launch go to `refused`. On the
+  // completer a launch may not wait: all streams would.
+  void LaunchWaiting(bool may_wait, Refused& refused);
+  absl::Status Prepare(std::size_t workspace_bytes);
+  void Launch(const Job& job, bool may_wait, JobResult& result);
+  // OK or why; a sticky error loses the context.
+  absl::Status Judge(cudaError_t error, const char* what, absl::StatusCode code);
   void WatchIfBusy(std::unique_lock<std::mutex> lock);
 
   CudaDeviceImpl& device_;
@@ -325,8 +333,9 @@ void CudaStream::Enqueue(Job job) {
   Refused refused;
   std::unique_lock<std::mutex> lock(mutex_);
   waiting_.push_back({std::move(job), Clock::now()});
-  LaunchWaiting(refused);
+  LaunchWaiting(/*may_wait=*/true, refused);
   WatchIfBusy(std::move(lock));
+  if (device_.health().is_lost()) device_.completer().Wake();
   for (const auto& [refused_job, result] : refused) refused_job.done(result);
 }
 
@@ -338,7 +347,7 @@ void CudaStream::WatchIfBusy(std::unique_lock<std::mutex> lock) {
   device_.completer().Watch(shared_from_this());
 }
 
-void CudaStream::LaunchWaiting(Refused& refused) {
+void CudaStream::LaunchWaiting(bool may_wait, Refused& refused) {
   while (!waiting_.empty() && under_way_.size() < kLaunchedMax) {
     Waiting next = std::move(waiting_.front());
     waiting_.pop_front();
@@ -347,8 +356,10 @@ void CudaStream::LaunchWaiting(Refused& refused) {
     result.queue_ns = Nanoseconds(now - next.accepted);
     result.status = device_.health().status();
     if (result.status.ok()) result.status = next.job.admit();
-    if (result.status.ok()) result.status = Launch(next.job, result);
+    if (result.status.ok()) result.status = Prepare(static_cast<std::size_t>(next.job.workspace_bytes));
     if (result.status.ok()) {
+      Launch(next.job, may_wait, result);
+      // Whatever came of it: what was enqueued before an error still runs.
       under_way_.push_back({std::move(next.job), channel_.launched, result, now});
     } else {
       refused.emplace_back(std::move(next.job), result);
@@ -356,54 +367,56 @@ void CudaStream::LaunchWaiting(Refused& refused) {
   }
 }
 
-absl::Status CudaStream::Launch(const Job& job, JobResult& result) {
-  cudaError_t error = device_.MakeCurrent();
-  if (error != cudaSuccess) return Unavailable(error, "cudaSetDevice");
-  RETURN_IF_ERROR(EnsureWorkspace(static_cast<std::size_t>(job.workspace_bytes)));
-  const kernels::LaunchContext context{
-      .stream = channel_.stream,
-      .workspace = {.scratch = channel_.workspace, .bytes = static_cast<std::size_t>(job.workspace_bytes)}};
-  result.launched = true;
-  error = static_cast<cudaError_t>(job.launch(context));
-  if (error != cudaSuccess) {
-    if (IsSticky(error)) {
-      device_.health().Lose(error, "launch");
-      return device_.health().status();
-    }
-    result.launched = false;
-    // A library may have no kernel for what it can state, and only find that out here.
-    const bool unsupported = error == cudaErrorNotSupported;
-    return CudaStatus(error, "launch", unsupported ? absl::StatusCode::kUnimplemented : absl::StatusCode::kInternal);
-  }
-  const CUresult written = device_.driver().stream_write_value64(channel_.stream, channel_.flag.device,
-                                                                 channel_.launched + 1, CU_STREAM_WRITE_VALUE_DEFAULT);
-  if (written != CUDA_SUCCESS) {
-    // The kernel runs and nothing would ever tell of its end.
-    device_.health().Lose(cudaErrorUnknown, "cuStreamWriteValue64");
-    return device_.health().status();
-  }
-  ++channel_.launched;
-  return absl::OkStatus();
+absl::Status CudaStream::Judge(cudaError_t error, const char* what, absl::StatusCode code) {
+  if (error == cudaSuccess) return absl::OkStatus();
+  if (!IsSticky(error)) return CudaStatus(error, what, code);
+  device_.health().Lose(error, what);
+  return device_.health().status();
 }
 
-// Grows in stream order: what is under way still has the old memory.
-absl::Status CudaStream::EnsureWorkspace(std::size_t bytes) {
-  if (bytes <= channel_.workspace_bytes) return absl::OkStatus();
+// Makes the device current and the workspace large enough; in stream order, since what is under way still has the old
+// one.
+absl::Status CudaStream::Prepare(std::size_t workspace_bytes) {
+  RETURN_IF_ERROR(Judge(device_.MakeCurrent(), "cudaSetDevice", absl::StatusCode::kUnavailable));
+  if (workspace_bytes <= channel_.workspace_bytes) return absl::OkStatus();
   if (channel_.workspace != nullptr) {
-    RETURN_IF_ERROR(CudaStatus(cudaFreeAsync(channel_.workspace, channel_.stream), "cudaFreeAsync"));
+    RETURN_IF_ERROR(Judge(cudaFreeAsync(channel_.workspace, channel_.stream), "workspace: cudaFreeAsync",
+                          absl::StatusCode::kInternal));
     channel_.workspace = nullptr;
     channel_.workspace_bytes = 0;
   }
-  RETURN_IF_ERROR(CudaStatus(cudaMallocAsync(&channel_.workspace, bytes, channel_.stream), "workspace: cudaMallocAsync",
-                             absl::StatusCode::kResourceExhausted));
-  channel_.workspace_bytes = bytes;
+  RETURN_IF_ERROR(Judge(cudaMallocAsync(&channel_.workspace, workspace_bytes, channel_.stream),
+                        "workspace: cudaMallocAsync", absl::StatusCode::kResourceExhausted));
+  channel_.workspace_bytes = workspace_bytes;
   return absl::OkStatus();
+}
+
+void CudaStream::Launch(const Job& job, bool may_wait, JobResult& result) {
+  const kernels::LaunchContext context{
+      .stream = channel_.stream,
+      .workspace = {.scratch = channel_.workspace, .bytes = static_cast<std::size_t>(job.workspace_bytes)},
+      .may_wait = may_wait};
+  // What an earlier call of this thread left would be taken for this launch's error.
+  static_cast<void>(cudaGetLastError());
+  result.launched = true;
+  const auto error = static_cast<cudaError_t>(job.launch(context));
+  // A library may have no kernel for what it can state, and only find that out here.
+  const bool unsupported = error == cudaErrorNotSupported;
+  result.status = Judge(error, "launch", unsupported ? absl::StatusCode::kUnimplemented : absl::StatusCode::kInternal);
+  ++channel_.launched;
+  const CUresult written = device_.driver().stream_write_value64(channel_.stream, channel_.flag.device,
+                                                                 channel_.launched, CU_STREAM_WRITE_VALUE_DEFAULT);
+  // Without it nothing would ever tell of the job's end.
+  if (written != CUDA_SUCCESS) device_.health().Lose(static_cast<cudaError_t>(written), "cuStreamWriteValue64");
 }
 
 bool CudaStream::Retire() {
   std::vector<UnderWay> done;
   Refused refused;
-  std::unique_lock<std::mutex> lock(mutex_);
+  // A thread that launches has the lock, for long if a library measures its choices: the other streams do not wait for
+  // it.
+  std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) return false;
   const std::uint64_t number = __atomic_load_n(channel_.flag.host, __ATOMIC_ACQUIRE);
   const Clock::time_point now = Clock::now();
   while (!under_way_.empty() && under_way_.front().number <= number) {
@@ -413,7 +426,7 @@ bool CudaStream::Retire() {
     done.push_back(std::move(job));
     under_way_.pop_front();
   }
-  if (!done.empty()) LaunchWaiting(refused);
+  if (!done.empty()) LaunchWaiting(/*may_wait=*/false, refused);
   lock.unlock();
   for (const UnderWay& job : done) job.job.done(job.result);
   for (const auto& [job, result] : refused) job.done(result);
@@ -421,7 +434,8 @@ bool CudaStream::Retire() {
 }
 
 bool CudaStream::idle() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) return false;
   watched_ = !under_way_.empty();
   return !watched_;
 }
@@ -454,17 +468,25 @@ void Completer::Watch(std::shared_ptr<CudaStream> stream) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     new_.push_back(std::move(stream));
-    has_new_.store(true, std::memory_order_release);
+    called_.store(true, std::memory_order_release);
+  }
+  wake_.notify_one();
+}
+
+void Completer::Wake() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    called_.store(true, std::memory_order_release);
   }
   wake_.notify_one();
 }
 
 void Completer::TakeNew() {
-  if (!has_new_.load(std::memory_order_acquire)) return;
+  if (!called_.load(std::memory_order_acquire)) return;
   const std::lock_guard<std::mutex> lock(mutex_);
   for (std::shared_ptr<CudaStream>& stream : new_) watched_.push_back(std::move(stream));
   new_.clear();
-  has_new_.store(false, std::memory_order_release);
+  called_.store(false, std::memory_order_release);
 }
 
 // Serves until told to stop and nothing is under way.
@@ -476,15 +498,15 @@ void Completer::Run() {
   Clock::time_point checked = progress;
   while (true) {
     const bool resting = Clock::now() - progress > kPollFor;
-    if (watched_.empty() && !has_new_.load(std::memory_order_acquire)) {
+    if (watched_.empty() && !called_.load(std::memory_order_acquire)) {
       if (!resting) continue;  // the next job of a busy client is on its way: waking up would take longer
       std::unique_lock<std::mutex> lock(mutex_);
-      wake_.wait(lock, [this] { return stopping_ || !new_.empty(); });
-      if (new_.empty()) return;
+      wake_.wait(lock, [this] { return stopping_ || called_.load(); });
+      if (!called_.load()) return;
       progress = checked = Clock::now();
     } else if (resting) {
       std::unique_lock<std::mutex> lock(mutex_);
-      wake_.wait_for(lock, kSleepBetweenPolls, [this] { return !new_.empty(); });
+      wake_.wait_for(lock, kSleepBetweenPolls, [this] { return called_.load(); });
     }
     TakeNew();
     const bool any = Poll();
@@ -494,6 +516,7 @@ void Completer::Run() {
       CheckErrors();
       checked = now;
     }
+    health_.TellOnce();
   }
 }
 

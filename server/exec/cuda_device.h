@@ -21,7 +21,8 @@ namespace tessera::server {
 struct CudaDeviceOptions {
   std::string device;  // "auto": the first that kernels run on; else an ordinal, or a UUID as nvidia-smi -L
   std::int64_t workspace_bytes_max = 0;
-  // Called once, from the completer, when the context is lost: every call has been, and will be, answered UNAVAILABLE.
+  // Called once, by the completer with no lock held, when the context is lost: every call has been, and will be,
+  // answered UNAVAILABLE.
   std::function<void(const absl::Status&)> lost;
 };
 

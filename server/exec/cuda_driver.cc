@@ -67,6 +67,8 @@ bool IsSticky(cudaError_t error) {
     case cudaErrorContextIsDestroyed:
     case cudaErrorDeviceUninitialized:
     case cudaErrorUnknown:
+    case static_cast<cudaError_t>(226):  // cudaErrorContained, of later toolkits
+    case static_cast<cudaError_t>(911):  // cudaErrorExternalDevice, likewise
       return true;
     default:
       return false;

@@ -16,7 +16,7 @@ namespace tessera::server {
 
 struct JobResult {
   absl::Status status;         // OK: outputs are written
-  bool launched = false;       // false: nothing ran, outputs are untouched
+  bool launched = false;       // false: no launch was tried, outputs are untouched
   std::uint64_t queue_ns = 0;  // from Enqueue to launch, or to the refusal
   std::uint64_t run_ns = 0;    // on the device
 };

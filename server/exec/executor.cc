@@ -80,9 +80,10 @@ Executor::Executor(std::vector<std::unique_ptr<Device>> devices, std::optional<k
   default_backend_ = servers_.front().facts->backend;
 }
 
-// Devices wait for their queued jobs, whose callbacks use the members below them.
+// Devices wait for their queued jobs, whose callbacks use the members below them. The CPU, which is last, goes first:
+// its workers may still drop a session whose lane has streams on the others.
 Executor::~Executor() {
-  devices_.clear();
+  while (!devices_.empty()) devices_.pop_back();
 }
 
 std::shared_ptr<SessionLane> Executor::MakeLane() {

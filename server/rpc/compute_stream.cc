@@ -65,6 +65,7 @@ class ComputeStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
 
   void OnWriteDone(bool ok) override {
     const std::lock_guard<std::mutex> lock(mutex_);
+    reply_bytes_ -= replies_.front().Length();
     replies_.pop_front();
     writing_ = false;
     --in_flight_;
@@ -75,6 +76,10 @@ class ComputeStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
   void OnCancel() override { cancelled_.store(true, std::memory_order_release); }
 
   void OnDone() override {
+    {
+      // Whoever called Finish has left its critical section: an operation's thread holds nothing else of this object.
+      const std::lock_guard<std::mutex> lock(mutex_);
+    }
     const bool cancelled = cancelled_.load(std::memory_order_acquire);
     scope_.Finished(RpcMethod::kComputeStream,
                     status_.ok() && cancelled ? absl::CancelledError("the client ended the call") : status_, start_);
@@ -90,7 +95,9 @@ class ComputeStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
 
   absl::Status Begin() {
     ASSIGN_OR_RETURN(const Peer peer, scope_.Admit(context_, RpcMethod::kComputeStream));
-    ASSIGN_OR_RETURN(session_, scope_.SessionOf(context_, peer));
+    ASSIGN_OR_RETURN(const std::shared_ptr<Session> session, scope_.SessionOf(context_, peer));
+    has_session_ = session != nullptr;
+    session_ = session;
     return absl::OkStatus();
   }
 
@@ -110,13 +117,16 @@ class ComputeStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
   // Decode, bind, hand over. An error means that nothing was handed over.
   absl::Status Submit(const std::shared_ptr<Item>& item) {
     const v1::Submission& submission = item->request.submission();
-    Operation operation{.session = session_};
+    Operation operation{.session = session_.lock()};
+    if (has_session_ && (operation.session == nullptr || operation.session->ended())) {
+      return absl::NotFoundError(absl::StrCat("metadata ", kSessionMetadata, ": the session has ended"));
+    }
     ASSIGN_OR_RETURN(const DecodedOptions options, DecodeOptions(submission.options()));
     ASSIGN_OR_RETURN(const v1::GemmOp* op, TheOp(submission));
     ASSIGN_OR_RETURN(const GemmCall call, DecodeGemm(*op));
     v1::OpResult& result = *item->reply.add_results();
     const BindScope bind_scope{.sessions = &scope_.sessions,
-                               .session = session_.get(),
+                               .session = operation.session.get(),
                                .inline_result = result.mutable_inline_result(),
                                .inline_bytes_max = static_cast<std::uint64_t>(scope_.settings.inline_bytes_max),
                                .metrics = &scope_.metrics};
@@ -153,6 +163,7 @@ class ComputeStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
         grpc::SerializationTraits<v1::StreamReply>::Serialize(item.reply, &message, &own_buffer);
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!serialized.ok()) broken_ = true;
+    reply_bytes_ += message.Length();
     replies_.push_back(std::move(message));
     Continue();
   }
@@ -164,11 +175,14 @@ class ComputeStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
       const std::size_t kept = writing_ ? 1 : 0;
       in_flight_ -= static_cast<int>(replies_.size() - kept);
       replies_.resize(kept);
+      reply_bytes_ = kept == 0 ? 0 : replies_.front().Length();
     } else if (!writing_ && !replies_.empty()) {
       writing_ = true;
       StartWrite(&replies_.front());
     }
-    if (!reading_ && !reads_ended_ && in_flight_ < kStreamInFlightMax) {
+    const bool room =
+        in_flight_ < kStreamInFlightMax && reply_bytes_ < static_cast<std::size_t>(scope_.settings.message_bytes_max);
+    if (!reading_ && !reads_ended_ && room) {
       reading_ = true;
       StartRead(&message_);
     }
@@ -182,13 +196,15 @@ class ComputeStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
   grpc::CallbackServerContext& context_;
   RpcScope& scope_;
   Executor& executor_;
-  std::shared_ptr<Session> session_;  // null: the call has none
+  bool has_session_ = false;
+  std::weak_ptr<Session> session_;  // a call that idles keeps no session from ending
   std::atomic<bool> cancelled_{false};
   grpc::ByteBuffer message_;  // of the read under way, or the one that OnReadDone takes up
 
   std::mutex mutex_;
   absl::Status status_;                   // of the call
   std::deque<grpc::ByteBuffer> replies_;  // the first is the one being written
+  std::size_t reply_bytes_ = 0;           // of replies_
   int in_flight_ = 0;                     // read, and not yet written
   bool reading_ = false;
   bool writing_ = false;

@@ -37,6 +37,8 @@ const OpenCase kOpenCases[] = {
     {"HealthWatchWithoutRequest", "/grpc.health.v1.Health/Watch", std::nullopt},
     {"Reflection", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", std::string("\x3a\x00", 2)},
     {"ReflectionWithoutRequest", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", std::nullopt},
+    {"Stream", "/tessera.v1.Compute/Stream", ""},
+    {"StreamWithoutRequest", "/tessera.v1.Compute/Stream", std::nullopt},
     {"GemmWithoutRequest", "/tessera.v1.Compute/Gemm", std::nullopt},
     {"OpenSessionWithoutRequest", "/tessera.v1.Memory/OpenSession", std::nullopt},
 };

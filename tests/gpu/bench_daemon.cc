@@ -1,5 +1,6 @@
 // What a call costs a client of the daemon: the product of bench_launch.cc on buffers that the daemon owns.
 #include <chrono>
+#include <future>
 #include <string>
 #include <vector>
 
@@ -7,6 +8,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "client/client.h"
+#include "client/gemm_stream.h"
 #include "common/status_macros.h"
 #include "tests/gpu/bench_samples.h"
 #include "tests/gpu/bench_workers.h"
@@ -32,6 +34,26 @@ absl::Status TimeGemm(client::Session& session, const std::string& name, const c
   return absl::OkStatus();
 }
 
+// The same products on one Stream call: each after the answer to the one before, and kDepth of them at a time.
+absl::Status TimeStream(client::Session& session, const client::GemmSpec& spec, LineFile& file) {
+  constexpr int kDepth = 32;
+  client::GemmStream stream = session.OpenStream();
+  absl::Status failed;
+  const auto run = [&](int depth) {
+    std::vector<std::future<absl::StatusOr<client::GemmResult>>> pending;
+    for (int i = 0; i < depth; ++i) pending.push_back(stream.Gemm(spec));
+    for (auto& result : pending) failed.Update(result.get().status());
+    return failed.ok();
+  };
+  const Samples one_by_one = TimeCalls([&] { return run(1); });
+  const Samples pipelined = TimeCalls([&] { return run(kDepth); }, kDepth);
+  RETURN_IF_ERROR(stream.Finish());
+  if (!failed.ok()) return absl::InternalError(absl::StrCat("grpc_stream: ", failed.message()));
+  file.Add(CaseLine("grpc_stream", one_by_one));
+  file.Add(CaseLine("grpc_stream_pipelined", pipelined));
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::Status BenchDaemon(const std::string& socket, const std::string& lines) {
@@ -46,12 +68,12 @@ absl::Status BenchDaemon(const std::string& socket, const std::string& lines) {
 
   LineFile file(lines);
   const client::TensorView b_view = b.Tensor(DType::kBf16, {kN, kK});
-  RETURN_IF_ERROR(TimeGemm(session, "grpc_unary",
-                           {.a = a.Tensor(DType::kBf16, {kM, kK}),
-                            .b = b_view,
-                            .d = d.Tensor(DType::kBf16, {kM, kN}),
-                            .backend = v1::BACKEND_CUDA},
-                           file));
+  const client::GemmSpec spec = {.a = a.Tensor(DType::kBf16, {kM, kK}),
+                                 .b = b_view,
+                                 .d = d.Tensor(DType::kBf16, {kM, kN}),
+                                 .backend = v1::BACKEND_CUDA};
+  RETURN_IF_ERROR(TimeGemm(session, "grpc_unary", spec, file));
+  RETURN_IF_ERROR(TimeStream(session, spec, file));
   // Nothing to launch: the call alone.
   return TimeGemm(session, "grpc_unary_empty",
                   {.a = a.Tensor(DType::kBf16, {0, kK}),

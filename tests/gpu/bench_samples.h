@@ -34,15 +34,16 @@ class Samples {
   std::vector<double> values_;
 };
 
-// Calls `call` often enough and takes the time of each; it returns false to end early, on an error that it keeps.
+// Calls `call` often enough and takes the time of each; it returns false to end early, on an error that it keeps. A call
+// of several operations, `operations`, counts as many times and as the mean of them.
 template <typename Call>
-Samples TimeCalls(const Call& call) {
+Samples TimeCalls(const Call& call, int operations = 1) {
   using Clock = std::chrono::steady_clock;
   Samples samples;
-  for (int i = -kWarmUpCalls; i < kMeasuredCalls; ++i) {
+  for (int i = -kWarmUpCalls; i < kMeasuredCalls; i += operations) {
     const Clock::time_point start = Clock::now();
     if (!call()) break;
-    if (i >= 0) samples.Add(Clock::now() - start);
+    if (i >= 0) samples.Add((Clock::now() - start) / operations);
   }
   return samples;
 }

@@ -188,7 +188,8 @@ double DrawSpecial(Random& random, DType dtype) {
 // Integers that the type holds exactly, different for neighbours in every direction.
 double CountedValue(DType dtype, std::int64_t matrix, std::int64_t row, std::int64_t col) {
   const std::int64_t range = IsFp8(dtype) ? 15 : 251;
-  return static_cast<double>((matrix * 11 + row * 3 + col * 5) % range - range / 2);
+  const std::int64_t value = (matrix * 11 + row * 3 + col * 5) % range - range / 2;
+  return static_cast<double>(value);
 }
 
 std::int64_t SelectedK(std::int64_t matrix, std::int64_t n, std::int64_t k) {

@@ -311,7 +311,8 @@ double AccumulatorError(const kernels::GemmClass& gemm_class, std::int64_t k) {
   if (!IsFp8(gemm_class.a) || !IsFp8(gemm_class.b)) return 0;
   const bool exact = gemm_class.accumulation == kernels::Accumulation::kExact;
   const std::int64_t between = exact ? std::min(k, kPromotion) : k;
-  return kUnit * static_cast<double>((between + kStep - 1) / kStep);
+  const std::int64_t steps = (between + kStep - 1) / kStep;
+  return kUnit * static_cast<double>(steps);
 }
 
 bool MustTake(const kernels::GemmVariant& variant, const GemmParams& params) {

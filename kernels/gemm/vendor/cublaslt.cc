@@ -58,7 +58,8 @@ LaunchError ToLaunchError(cublasStatus_t status) {
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess) return error;
   if (status == CUBLAS_STATUS_ALLOC_FAILED) return cudaErrorMemoryAllocation;
-  return status == CUBLAS_STATUS_NOT_INITIALIZED ? cudaErrorInitializationError : cudaErrorUnknown;
+  // An inner failure of the library without one of CUDA: the context is as good as before.
+  return status == CUBLAS_STATUS_NOT_INITIALIZED ? cudaErrorInitializationError : cudaErrorNotSupported;
 }
 
 // The greatest power of two, 256 at most, that divides the address of every matrix.
@@ -321,8 +322,10 @@ class Tuner {
   float spent_ms_ = 0.0F;
 };
 
-// The algorithm for a problem that the cache does not know, measured if the stream can be waited for.
-LaunchError Choose(const Operation& operation, const AlgorithmCache::Key& key, cublasLtMatmulAlgo_t& algorithm) {
+// The algorithm for a problem that the cache does not know, measured if the stream can be waited for; else the
+// library's first proposal, which is not kept.
+LaunchError Choose(const Operation& operation, const AlgorithmCache::Key& key, bool may_wait,
+                   cublasLtMatmulAlgo_t& algorithm) {
   std::array<cublasLtMatmulHeuristicResult_t, kProposals> proposals{};
   int count = 0;
   const cublasStatus_t status = operation.Propose(proposals, count);
@@ -331,7 +334,7 @@ LaunchError Choose(const Operation& operation, const AlgorithmCache::Key& key, c
   const cudaError_t error = cudaStreamIsCapturing(operation.Stream(), &capture);
   if (error != cudaSuccess) return error;
   int best = 0;
-  if (capture == cudaStreamCaptureStatusNone) {
+  if (may_wait && capture == cudaStreamCaptureStatusNone) {
     const LaunchError tuned = Tuner(operation).Fastest(proposals.data(), count, best);
     if (tuned != cudaSuccess) return tuned;
     Algorithms().Put(key, proposals[static_cast<std::size_t>(best)].algo);
@@ -365,7 +368,7 @@ LaunchError CublasLt::Launch(const GemmClass& gemm_class, const GemmParams& para
   if (const std::optional<cublasLtMatmulAlgo_t> known = Algorithms().Find(key); known.has_value()) {
     algorithm = *known;
   } else {
-    const LaunchError undecided = Choose(operation, key, algorithm);
+    const LaunchError undecided = Choose(operation, key, context.may_wait, algorithm);
     if (undecided != cudaSuccess) return undecided;
   }
   return ToLaunchError(operation.Enqueue(algorithm));

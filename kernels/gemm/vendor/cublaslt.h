@@ -19,8 +19,8 @@ struct CublasLt {
   // Enqueues one product on context.stream, with the whole of context.workspace at the library's disposal (none is
   // legal). cudaErrorNotSupported, and nothing enqueued, for what the library cannot compute (vendor/legality.h) or has
   // no kernel for. The first launch of a problem times the library's proposals on the caller's tensors and waits for
-  // them, and for all that is on the stream before; on a stream that is being captured it takes the first proposal
-  // instead.
+  // them, and for all that is on the stream before; where that may not be (context.may_wait, a stream that is being
+  // captured) it takes the first proposal instead.
   static LaunchError Launch(const GemmClass& gemm_class, const GemmParams& params, const LaunchContext& context);
 
   // cudaErrorNotSupported if the library is not usable (VendorUnavailable says why). The library loads its kernels

@@ -66,7 +66,7 @@ TEST(MetricsTest, EverySeriesIsThereAtZeroBeforeAnyEvent) {
     }
   }
   EXPECT_TRUE(samples.contains("tessera_build_info{version=\"1.2.3\"}"));
-  EXPECT_EQ(CountOf(samples, "tessera_rpcs_total{"), 11 * 17);
+  EXPECT_EQ(CountOf(samples, "tessera_rpcs_total{"), 12 * 17);
   EXPECT_EQ(CountOf(samples, "tessera_operations_total{"), 3 * 4);
   EXPECT_EQ(CountOf(samples, "tessera_isolation_mode{"), 3);
   EXPECT_EQ(CountOf(samples, "tessera_buffers{"), 2);
@@ -75,7 +75,7 @@ TEST(MetricsTest, EverySeriesIsThereAtZeroBeforeAnyEvent) {
   EXPECT_EQ(CountOf(samples, "tessera_session_ends_total{"), 3);
   EXPECT_EQ(CountOf(samples, "tessera_side_messages_total{"), 3);
   EXPECT_EQ(CountOf(samples, "tessera_refused_total{"), 12);
-  EXPECT_EQ(CountOf(samples, "tessera_rpc_seconds_bucket{"), 11 * 23);
+  EXPECT_EQ(CountOf(samples, "tessera_rpc_seconds_bucket{"), 12 * 23);
   EXPECT_EQ(CountOf(samples, "tessera_run_seconds_count{"), 3);
   EXPECT_EQ(CountOf(samples, "tessera_gpu_"), 0);
 }
