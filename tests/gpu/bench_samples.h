@@ -34,8 +34,8 @@ class Samples {
   std::vector<double> values_;
 };
 
-// Calls `call` often enough and takes the time of each; it returns false to end early, on an error that it keeps. A call
-// of several operations, `operations`, counts as many times and as the mean of them.
+// Calls `call` often enough and takes the time of each; it returns false to end early, on an error that it keeps. A
+// call of several operations, `operations`, counts as many times and as the mean of them.
 template <typename Call>
 Samples TimeCalls(const Call& call, int operations = 1) {
   using Clock = std::chrono::steady_clock;
