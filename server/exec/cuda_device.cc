@@ -42,6 +42,9 @@ constexpr std::size_t kIdleStreamsMax = 32;
 constexpr auto kPollFor = 200us;
 constexpr auto kSleepBetweenPolls = 50us;
 constexpr auto kErrorCheckEvery = 5ms;
+// Of an idle device: under MPS another client's fault ends this context, and MPS takes no new client until this process
+// has gone.
+constexpr auto kIdleCheckEvery = 250ms;
 
 std::uint64_t Nanoseconds(Clock::duration duration) {
   return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(duration).count());
@@ -176,8 +179,10 @@ class Completer {
   std::atomic<bool> called_{false};  // there is something to look at, seen without the lock
   bool stopping_ = false;
 
-  std::vector<std::shared_ptr<CudaStream>> watched_;  // of the thread alone
-  std::thread thread_;                                // last: it uses the members above
+  // Of the thread alone.
+  std::vector<std::shared_ptr<CudaStream>> watched_;
+  cudaStream_t probe_ = nullptr;  // has no work; asked for errors of the context
+  std::thread thread_;            // last: it uses the members above
 };
 
 class CudaDeviceImpl;
@@ -494,6 +499,9 @@ void Completer::Run() {
   if (const cudaError_t error = cudaSetDevice(ordinal_); error != cudaSuccess) {
     spdlog::error("cudaSetDevice on the completer: {}", cudaGetErrorString(error));
   }
+  if (const cudaError_t error = cudaStreamCreateWithFlags(&probe_, cudaStreamNonBlocking); error != cudaSuccess) {
+    spdlog::error("the completer's stream: {}", cudaGetErrorString(error));
+  }
   Clock::time_point progress = Clock::now();
   Clock::time_point checked = progress;
   while (true) {
@@ -501,9 +509,14 @@ void Completer::Run() {
     if (watched_.empty() && !called_.load(std::memory_order_acquire)) {
       if (!resting) continue;  // the next job of a busy client is on its way: waking up would take longer
       std::unique_lock<std::mutex> lock(mutex_);
-      wake_.wait(lock, [this] { return stopping_ || called_.load(); });
-      if (!called_.load()) return;
-      progress = checked = Clock::now();
+      const bool woken = wake_.wait_for(lock, kIdleCheckEvery, [this] { return stopping_ || called_.load(); });
+      if (woken && !called_.load()) break;
+      lock.unlock();
+      if (woken) {
+        progress = checked = Clock::now();
+      } else {
+        CheckErrors();
+      }
     } else if (resting) {
       std::unique_lock<std::mutex> lock(mutex_);
       wake_.wait_for(lock, kSleepBetweenPolls, [this] { return called_.load(); });
@@ -518,6 +531,7 @@ void Completer::Run() {
     }
     health_.TellOnce();
   }
+  if (probe_ != nullptr && !health_.is_lost()) cudaStreamDestroy(probe_);  // at the end: nobody to tell of an error
 }
 
 bool Completer::Poll() {
@@ -531,6 +545,11 @@ bool Completer::Poll() {
 }
 
 void Completer::CheckErrors() {
+  if (health_.is_lost()) return;
+  if (probe_ != nullptr) {
+    const cudaError_t error = cudaStreamQuery(probe_);
+    if (error != cudaSuccess && error != cudaErrorNotReady) return health_.Lose(error, "the context");
+  }
   for (const std::shared_ptr<CudaStream>& stream : watched_) {
     const cudaError_t error = stream->Query();
     if (error == cudaSuccess || error == cudaErrorNotReady) continue;
