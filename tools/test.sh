@@ -29,6 +29,8 @@ if [ "$all" = 1 ]; then
   export TESSERA_CUDA_ARCHS=${TESSERA_CUDA_ARCHS:-90a}
 fi
 tools/build.sh cpu
+# The disassembler that reads device code, where the toolkit came without.
+if [ "$all" = 1 ] && grep -q '^TESSERA_CUDA:INTERNAL=ON' build/cpu/CMakeCache.txt; then tools/sass_digest.py --install; fi
 grep -h -- '-- CUDA:' build/cpu/build.log
 ctest --preset cpu -j "$(nproc)"
 

@@ -118,7 +118,7 @@ class EnvironmentRun {
     if (environment_.collision()) {
       RunJob("collision");
     } else {
-      for (const char* const job : {"routes", "refusals", "cycles"}) RunJob(job);
+      for (const char* const job : {"routes", "refusals", "hostile", "cycles"}) RunJob(job);
       KillClient();
     }
     Row& end = Add("daemon's end");

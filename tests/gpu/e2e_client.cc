@@ -21,6 +21,7 @@
 #include "client/client.h"
 #include "common/status_macros.h"
 #include "common/text.h"
+#include "tests/gpu/e2e_hostile.h"
 #include "tests/gpu/e2e_memory.h"
 #include "tests/gpu/e2e_problem.h"
 #include "tests/gpu/e2e_report.h"
@@ -269,6 +270,16 @@ absl::Status RunVictim(const ClientJob& job) {
   return absl::DeadlineExceededError("nobody killed the victim");
 }
 
+// What was tried must not have harmed the daemon: a product after it is right.
+std::vector<Row> RunHostile(Connected& connected, const std::string& socket) {
+  Row row{.environment = {}, .route = "hostile"};
+  const absl::Status status = TryHostileImports(socket, row);
+  row.Check(status.ok(), Text(status));
+  std::vector<Row> rows = RunRoutes(connected, {"mixed"}, /*few=*/true);
+  rows.push_back(row);
+  return rows;
+}
+
 absl::StatusOr<Json> Probe() {
   int devices = 0;
   // Before all else: its words tell a missing driver from a missing device.
@@ -291,6 +302,7 @@ absl::StatusOr<std::vector<Row>> RunRows(const ClientJob& job) {
   if (job.job == "collision") return RunCollision(connected);
   if (job.job == "refusals") return RunRefusals(connected);
   if (job.job == "cycles") return RunCycles(connected);
+  if (job.job == "hostile") return RunHostile(connected, job.socket);
   return absl::InvalidArgumentError(absl::StrCat("unknown job ", job.job));
 }
 
