@@ -31,8 +31,8 @@ struct DegradedBand {
 // CPU bands. Packing a panel costs more than 16 x 16 x 64 products; one or two tiles of a long K leave threads idle
 // unless K is split; everything else is whole tiles.
 // CUDA bands. The Hopper tree first, where it can address the operands: its large tile if there is one for every SM,
-// else one of half the size (M 512, N and K 4096 on an H200: 28 us instead of 43, docs/perf/log.md). Of the portable
-// tiles, the small one where a tall one would be mostly empty.
+// else one of half the size (docs/perf/log.md). Of the portable tiles, the small one where a tall one would be mostly
+// empty.
 constexpr DegradedBand kDegradedBands[] = {
     {Backend::kCpu, 16, 16, -1, 64, "reference"},
     {Backend::kCpu, 96, 96, 1024, kOpen, "splitk_48x48x512"},

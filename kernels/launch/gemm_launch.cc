@@ -16,6 +16,11 @@ namespace tessera::kernels {
 #define TESSERA_GEMM_ENTRY_sm80(symbol) nullptr
 #define TESSERA_GEMM_ENTRY_vendor(symbol) nullptr
 #endif
+#ifdef TESSERA_CUDA_SM89
+#define TESSERA_GEMM_ENTRY_sm89(symbol) &symbol
+#else
+#define TESSERA_GEMM_ENTRY_sm89(symbol) nullptr
+#endif
 #ifdef TESSERA_CUDA_SM90A
 #define TESSERA_GEMM_ENTRY_sm90a(symbol) &symbol
 #else

@@ -15,7 +15,7 @@ inline constexpr LaunchError kLaunchInvalidValue = 1;  // cudaErrorInvalidValue
 // Run-time choices of the planner that are not part of the variant.
 struct LaunchShape {
   int split = 1;   // K slices; > 1 only for variants that take it
-  int raster = 0;  // tiles of M walked together, 0 = plain order
+  int raster = 0;  // tiles of M walked together, 0 = the variant's own choice
 };
 
 // Scratch memory of one launch: one arena a stream, sized by the plan. Contents are undefined at entry.

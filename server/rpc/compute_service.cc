@@ -9,8 +9,7 @@
 #include "common/status_macros.h"
 #include "common/text.h"
 #include "server/rpc/compute_stream.h"
-#include "server/rpc/decode.h"
-#include "server/rpc/op_report.h"
+#include "server/rpc/gemm_operation.h"
 
 namespace tessera::server {
 namespace {
@@ -45,29 +44,14 @@ class GemmReactor final : public grpc::ServerUnaryReactor {
     ASSIGN_OR_RETURN(const Peer peer, scope_.Admit(context_, RpcMethod::kComputeGemm));
     Operation operation;
     ASSIGN_OR_RETURN(operation.session, scope_.SessionOf(context_, peer));
-    ASSIGN_OR_RETURN(const DecodedOptions options, DecodeOptions(request_.options()));
-    ASSIGN_OR_RETURN(const GemmCall call, DecodeGemm(request_.op()));
-    const BindScope bind_scope{.sessions = &scope_.sessions,
-                               .session = operation.session.get(),
-                               .inline_result = reply_.mutable_inline_result(),
-                               .inline_bytes_max = static_cast<std::uint64_t>(scope_.settings.inline_bytes_max),
-                               .metrics = &scope_.metrics};
-    ASSIGN_OR_RETURN(operation.gemm, BindGemm(call, bind_scope));
-    operation.backend = options.backend;
-    operation.still_wanted = [this] { return StillWanted(); };
-    operation.done = [this, profile = options.profile](const absl::Status& status, const OperationReport& report) {
+    ASSIGN_OR_RETURN(const bool profile, BindOperation(scope_, request_.op(), request_.options(),
+                                                       reply_.mutable_inline_result(), operation));
+    operation.still_wanted = [this] { return StillWanted(context_, cancelled_); };
+    operation.done = [this, profile](const absl::Status& status, const OperationReport& report) {
       if (status.ok()) FillReport(report, profile, *reply_.mutable_report());
       Complete(status);
     };
     executor_.Submit(std::move(operation));
-    return absl::OkStatus();
-  }
-
-  absl::Status StillWanted() const {
-    if (std::chrono::system_clock::now() >= context_.deadline()) {
-      return absl::DeadlineExceededError("the deadline passed before the launch; nothing ran");
-    }
-    if (cancelled_.load(std::memory_order_acquire)) return absl::CancelledError("cancelled before the launch");
     return absl::OkStatus();
   }
 

@@ -12,8 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/status_macros.h"
 #include "common/text.h"
-#include "server/rpc/decode.h"
-#include "server/rpc/op_report.h"
+#include "server/rpc/gemm_operation.h"
 #include "tessera/v1/compute.grpc.pb.h"
 
 namespace tessera::server {
@@ -121,32 +120,15 @@ class ComputeStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
     if (has_session_ && (operation.session == nullptr || operation.session->ended())) {
       return absl::NotFoundError(absl::StrCat("metadata ", kSessionMetadata, ": the session has ended"));
     }
-    ASSIGN_OR_RETURN(const DecodedOptions options, DecodeOptions(submission.options()));
     ASSIGN_OR_RETURN(const v1::GemmOp* op, TheOp(submission));
-    ASSIGN_OR_RETURN(const GemmCall call, DecodeGemm(*op));
-    v1::OpResult& result = *item->reply.add_results();
-    const BindScope bind_scope{.sessions = &scope_.sessions,
-                               .session = operation.session.get(),
-                               .inline_result = result.mutable_inline_result(),
-                               .inline_bytes_max = static_cast<std::uint64_t>(scope_.settings.inline_bytes_max),
-                               .metrics = &scope_.metrics};
-    ASSIGN_OR_RETURN(operation.gemm, BindGemm(call, bind_scope));
-    operation.backend = options.backend;
-    operation.still_wanted = [this] { return StillWanted(); };
-    operation.done = [this, item, profile = options.profile](const absl::Status& status,
-                                                             const OperationReport& report) {
+    ASSIGN_OR_RETURN(const bool profile, BindOperation(scope_, *op, submission.options(),
+                                                       item->reply.add_results()->mutable_inline_result(), operation));
+    operation.still_wanted = [this] { return StillWanted(context_, cancelled_); };
+    operation.done = [this, item, profile](const absl::Status& status, const OperationReport& report) {
       if (status.ok()) FillReport(report, profile, *item->reply.mutable_results(0)->mutable_report());
       Answer(*item, InSubmission(status));
     };
     executor_.Submit(std::move(operation));
-    return absl::OkStatus();
-  }
-
-  absl::Status StillWanted() const {
-    if (std::chrono::system_clock::now() >= context_.deadline()) {
-      return absl::DeadlineExceededError("the deadline passed before the launch; nothing ran");
-    }
-    if (cancelled_.load(std::memory_order_acquire)) return absl::CancelledError("cancelled before the launch");
     return absl::OkStatus();
   }
 

@@ -57,6 +57,16 @@ class CudaArchsTest(unittest.TestCase):
         self.assertIn("code=sm_90a", hopper[0])
 
     @unittest.skipUnless(HAVE_NVCC, "no nvcc")
+    def test_the_environment_counts_in_a_folder_configured_before(self):
+        with tempfile.TemporaryDirectory() as build:
+            command = ["cmake", "-S", str(ROOT), "-B", build, "-G", "Ninja", "-DTESSERA_BUILD_TESTS=OFF",
+                       "-DTESSERA_NVIDIA_SMI=/bin/false"]
+            for archs, said in (("", "CUDA: off"), ("90a", "images for 90a")):
+                environment = {**os.environ, "TESSERA_CUDA_ARCHS": archs}
+                result = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+                self.assertIn(said, result.stdout)
+
+    @unittest.skipUnless(HAVE_NVCC, "no nvcc")
     def test_tokens_without_an_architectures_own_instructions_are_warned_of(self):
         for token in ("90", "120"):
             status, output = self.configure(token)

@@ -8,6 +8,9 @@
 
 set(TESSERA_CUDA_ARCHS "$ENV{TESSERA_CUDA_ARCHS}" CACHE STRING
     "GPU architectures to compile for, such as 80;89;90a;120a; empty: those of this machine")
+if(DEFINED ENV{TESSERA_CUDA_ARCHS})  # also in a folder that was configured before
+  set(TESSERA_CUDA_ARCHS "$ENV{TESSERA_CUDA_ARCHS}" CACHE STRING "" FORCE)
+endif()
 set(TESSERA_CUDA OFF CACHE INTERNAL "whether this build has CUDA code")
 
 # The architectures of this machine's GPUs as tokens; empty if there are none.
