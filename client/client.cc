@@ -18,7 +18,7 @@ absl::StatusOr<Reply> Call(const ClientCore& core, Stub& stub,
   grpc::ClientContext context;
   core.Prepare(context);
   Reply reply;
-  RETURN_IF_ERROR(FromGrpc((stub.*method)(&context, request, &reply)));
+  RETURN_IF_ERROR(FromUnaryCall((stub.*method)(&context, request, &reply)));
   return reply;
 }
 
@@ -51,11 +51,15 @@ Client& Client::operator=(Client&&) noexcept = default;
 Client::~Client() = default;
 
 absl::StatusOr<Session> Client::OpenSession(std::string_view label) {
+  return OpenSession(SessionOptions{.label = std::string(label)});
+}
+
+absl::StatusOr<Session> Client::OpenSession(const SessionOptions& options) {
   if (remote()) {
     return absl::FailedPreconditionError(
         "sessions need the daemon's Unix socket; over TCP use inline tensors (Client::Gemm)");
   }
-  ASSIGN_OR_RETURN(std::shared_ptr<SessionCore> core, SessionCore::Open(core_, label));
+  ASSIGN_OR_RETURN(std::shared_ptr<SessionCore> core, SessionCore::Open(core_, options));
   return Session(std::move(core));
 }
 
@@ -64,9 +68,33 @@ absl::StatusOr<v1::ServerInfoReply> Client::ServerInfo() const {
 }
 
 absl::StatusOr<v1::ListBuffersReply> Client::ListBuffers(bool all_principals) const {
+  v1::ListBuffersReply all;
   v1::ListBuffersRequest request;
   request.set_all_principals(all_principals);
-  return Call<v1::ListBuffersReply>(*core_, *core_->memory, &v1::Memory::Stub::ListBuffers, request);
+  while (true) {
+    ASSIGN_OR_RETURN(v1::ListBuffersReply page,
+                     Call<v1::ListBuffersReply>(*core_, *core_->memory, &v1::Memory::Stub::ListBuffers, request));
+    const bool more = page.more() && page.buffers_size() > 0;
+    if (more) request.set_after(page.buffers(page.buffers_size() - 1).buffer_id());
+    page.clear_more();
+    all.MergeFrom(page);
+    if (!more) return all;
+  }
+}
+
+absl::StatusOr<v1::ListSessionsReply> Client::ListSessions(bool all_principals) const {
+  v1::ListSessionsReply all;
+  v1::ListSessionsRequest request;
+  request.set_all_principals(all_principals);
+  while (true) {
+    ASSIGN_OR_RETURN(v1::ListSessionsReply page,
+                     Call<v1::ListSessionsReply>(*core_, *core_->memory, &v1::Memory::Stub::ListSessions, request));
+    const bool more = page.more() && page.sessions_size() > 0;
+    if (more) request.set_after(page.sessions(page.sessions_size() - 1).name());
+    page.clear_more();
+    all.MergeFrom(page);
+    if (!more) return all;
+  }
 }
 
 absl::StatusOr<v1::GetConfigReply> Client::GetConfig() const {
@@ -79,6 +107,12 @@ absl::StatusOr<std::string> Client::SetLogLevel(std::string_view level) const {
   ASSIGN_OR_RETURN(v1::SetLogLevelReply reply,
                    Call<v1::SetLogLevelReply>(*core_, *core_->admin, &v1::Admin::Stub::SetLogLevel, request));
   return reply.previous();
+}
+
+absl::StatusOr<v1::EndSessionReply> Client::EndSession(std::string_view name) const {
+  v1::EndSessionRequest request;
+  request.set_name(std::string(name));
+  return Call<v1::EndSessionReply>(*core_, *core_->admin, &v1::Admin::Stub::EndSession, request);
 }
 
 absl::StatusOr<v1::DrainReply> Client::Drain() const {

@@ -79,7 +79,21 @@ class SessionCore;
 class ClientCore;
 class GemmStream;  // client/gemm_stream.h
 
-// Memory that this process and the daemon share, on the host or on a GPU. Released with the object.
+// What keeps a session alive.
+enum class Lease {
+  kSideChannel,  // a connection to the side channel, which passes descriptors, too
+  kAttach,       // a gRPC call that lasts as long as the session: without the side channel, so no descriptors
+  kTtl,          // calls, at least one in each `ttl`; likewise. Ends by itself in a process that hangs
+};
+
+struct SessionOptions {
+  std::string label = {};  // shown to operators
+  Lease lease = Lease::kSideChannel;
+  std::chrono::milliseconds ttl{0};  // of kTtl
+};
+
+// Memory that this process and the daemon share, on the host or on a GPU. Released with the object, which waits for the
+// daemon to let go of it, calls on it that run included, for up to the client's timeout.
 class Buffer {
  public:
   Buffer(Buffer&&) noexcept;
@@ -101,7 +115,12 @@ class Buffer {
   TensorView Tensor(DType dtype, std::vector<std::int64_t> shape, std::uint64_t byte_offset = 0,
                     std::vector<std::int64_t> strides = {}) const;
 
-  // Gives the buffer back now and tells whether that worked. The mapping is gone afterwards.
+  // Lets other sessions of `principal` (as ServerInfo.principal; empty: this client's own) use the buffer in their
+  // calls, as a TensorView with its id and no data; `access` NONE ends that, for calls that come later.
+  absl::Status Share(v1::BufferAccess access, std::string_view principal = {});
+
+  // Gives the buffer back now. OK: the daemon has let go of its memory. DEADLINE_EXCEEDED: it will once its running
+  // calls are over. The mapping here is gone in any case.
   absl::Status Release();
 
  private:
@@ -145,7 +164,11 @@ class Session {
   // together; 0 = none.
   GemmStream OpenStream(std::chrono::milliseconds timeout = std::chrono::milliseconds(0));
 
-  // Ends the session now. Buffers of it are invalid in the daemon afterwards; mappings here stay until released.
+  // Starts the time to live of a kTtl session anew, as every call does, and tells how long it is.
+  absl::StatusOr<std::chrono::milliseconds> KeepAlive();
+
+  // Ends the session now. Buffers of it are invalid in the daemon afterwards; mappings here stay until released. OK:
+  // the daemon has let go of all memory. DEADLINE_EXCEEDED: it will once the running calls are over.
   absl::Status Close();
 
   const std::string& token() const;  // for the metadata of hand-made calls
@@ -167,6 +190,7 @@ class Client {
   ~Client();
 
   absl::StatusOr<Session> OpenSession(std::string_view label = {});
+  absl::StatusOr<Session> OpenSession(const SessionOptions& options);
 
   // Calls without a session, on inline tensors.
   absl::StatusOr<GemmResult> Gemm(const GemmSpec& spec);
@@ -174,10 +198,13 @@ class Client {
   GemmStream OpenStream(std::chrono::milliseconds timeout = std::chrono::milliseconds(0));
 
   absl::StatusOr<v1::ServerInfoReply> ServerInfo() const;
+  // All pages in one. Of this client's principal, or of all for administrators.
   absl::StatusOr<v1::ListBuffersReply> ListBuffers(bool all_principals = false) const;
+  absl::StatusOr<v1::ListSessionsReply> ListSessions(bool all_principals = false) const;
   // Administrators only.
   absl::StatusOr<v1::GetConfigReply> GetConfig() const;
-  absl::StatusOr<std::string> SetLogLevel(std::string_view level) const;  // the level before
+  absl::StatusOr<std::string> SetLogLevel(std::string_view level) const;        // the level before
+  absl::StatusOr<v1::EndSessionReply> EndSession(std::string_view name) const;  // SessionInfo.name
   absl::StatusOr<v1::DrainReply> Drain() const;
 
   // For calls that this class does not wrap.

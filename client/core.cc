@@ -4,6 +4,7 @@
 #include <sys/time.h>
 
 #include <fstream>
+#include <future>
 #include <sstream>
 #include <thread>
 #include <utility>
@@ -91,6 +92,12 @@ absl::Status FromGrpc(const grpc::Status& status) {
   return absl::Status(static_cast<absl::StatusCode>(status.error_code()), status.error_message());
 }
 
+absl::Status FromUnaryCall(const grpc::Status& status) {
+  const bool came_too_late =
+      status.error_code() == grpc::StatusCode::CANCELLED && status.error_message() == "CANCELLED";
+  return came_too_late ? absl::UnavailableError("the daemon has ended") : FromGrpc(status);
+}
+
 ClientCore::ClientCore(ConnectOptions connect_options, std::shared_ptr<grpc::Channel> to_daemon)
     : options(std::move(connect_options)),
       channel(std::move(to_daemon)),
@@ -137,20 +144,102 @@ absl::StatusOr<SideChannel::Reply> SideChannel::Receive() {
   return reply;
 }
 
+class AttachCall::Reactor final : public grpc::ClientReadReactor<v1::AttachReply> {
+ public:
+  explicit Reactor(v1::Memory::Stub& stub) {
+    stub.async()->Attach(&context_, &request_, this);
+    StartRead(&reply_);
+    StartCall();
+  }
+
+  void OnReadDone(bool ok) override {
+    if (ok) first_.set_value(reply_);  // else OnDone tells
+    answered_ = ok;
+  }
+
+  void OnDone(const grpc::Status& status) override {
+    EnteredCallbackThread();
+    if (!answered_) first_.set_value(FromGrpc(status));
+    done_.set_value();
+  }
+
+  absl::StatusOr<v1::AttachReply> First(std::chrono::milliseconds timeout) {
+    std::future<absl::StatusOr<v1::AttachReply>> first = first_.get_future();
+    if (first.wait_for(timeout) == std::future_status::ready) return first.get();
+    return absl::DeadlineExceededError("Attach: the daemon did not answer");
+  }
+
+  void End() {
+    context_.TryCancel();
+    done_.get_future().wait();
+  }
+
+ private:
+  grpc::ClientContext context_;
+  const v1::AttachRequest request_;
+  v1::AttachReply reply_;
+  bool answered_ = false;  // of gRPC's callbacks, which run one at a time
+  std::promise<absl::StatusOr<v1::AttachReply>> first_;
+  std::promise<void> done_;
+};
+
+AttachCall::AttachCall(std::unique_ptr<Reactor> reactor) : reactor_(std::move(reactor)) {}
+
+absl::StatusOr<std::unique_ptr<AttachCall>> AttachCall::Start(const ClientCore& client) {
+  std::unique_ptr<AttachCall> call(new AttachCall(std::make_unique<Reactor>(*client.memory)));
+  ASSIGN_OR_RETURN(const v1::AttachReply reply, call->reactor_->First(client.options.timeout));
+  call->lease_ = reply.lease();
+  return call;
+}
+
+AttachCall::~AttachCall() {
+  if (on_callback_thread) {  // the end of the call needs the very thread that this is
+    std::thread([reactor = std::move(reactor_)] { reactor->End(); }).detach();
+  } else {
+    reactor_->End();
+  }
+}
+
+absl::StatusOr<std::string> SessionCore::TakeLease(const SessionOptions& options) {
+  switch (options.lease) {
+    case Lease::kSideChannel: {
+      ASSIGN_OR_RETURN(side_channel_, SideChannel::Connect(client->options.side_channel, client->options.timeout));
+      return side_channel_->lease();
+    }
+    case Lease::kAttach: {
+      ASSIGN_OR_RETURN(attach_, AttachCall::Start(*client));
+      return attach_->lease();
+    }
+    case Lease::kTtl:
+      break;
+  }
+  return std::string();
+}
+
 absl::StatusOr<std::shared_ptr<SessionCore>> SessionCore::Open(std::shared_ptr<ClientCore> client,
-                                                               std::string_view label) {
+                                                               const SessionOptions& options) {
   auto core = std::make_shared<SessionCore>();
-  ASSIGN_OR_RETURN(core->side_channel, SideChannel::Connect(client->options.side_channel, client->options.timeout));
+  core->client = std::move(client);
+  ASSIGN_OR_RETURN(const std::string lease, core->TakeLease(options));
   v1::OpenSessionRequest request;
-  request.set_lease(core->side_channel->lease());
-  request.set_label(std::string(label));
+  request.set_lease(lease);
+  request.set_label(options.label);
+  if (options.lease == Lease::kTtl) {
+    if (options.ttl.count() <= 0) return absl::InvalidArgumentError("ttl: must be more than 0");
+    request.set_ttl_ms(static_cast<std::uint64_t>(options.ttl.count()));
+  }
   v1::OpenSessionReply reply;
   grpc::ClientContext context;
-  client->Prepare(context);
-  RETURN_IF_ERROR(FromGrpc(client->memory->OpenSession(&context, request, &reply)));
+  core->client->Prepare(context);
+  RETURN_IF_ERROR(FromUnaryCall(core->client->memory->OpenSession(&context, request, &reply)));
   core->token = reply.token();
-  core->client = std::move(client);
   return core;
+}
+
+absl::StatusOr<SideChannel::Reply> SessionCore::CallSideChannel(const v1::SideRequest& request, int fd) {
+  if (side_channel_ != nullptr) return side_channel_->Call(request, fd);
+  return absl::FailedPreconditionError(
+      "passing descriptors needs a session whose lease is the side channel, which is the default");
 }
 
 void SessionCore::Prepare(grpc::ClientContext& context, std::chrono::milliseconds timeout) const {

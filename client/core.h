@@ -21,6 +21,9 @@
 namespace tessera::client {
 
 absl::Status FromGrpc(const grpc::Status& status);
+// Of a unary call, which nobody here cancels: gRPC answers one that arrives in the instant of its server's end with a
+// bare CANCELLED, and that becomes UNAVAILABLE, as the daemon itself would have said.
+absl::Status FromUnaryCall(const grpc::Status& status);
 
 // Marks the calling thread as one on which gRPC runs callbacks. A channel may not be destroyed there: gRPC would wait
 // for the very thread that it is on. Objects that own one are then destroyed on a thread of their own.
@@ -70,16 +73,39 @@ class SideChannel {
   std::string lease_;
 };
 
+// A call of Attach, which is a lease until this object goes.
+class AttachCall {
+ public:
+  static absl::StatusOr<std::unique_ptr<AttachCall>> Start(const ClientCore& client);
+  ~AttachCall();  // ends the call, and waits for that
+
+  const std::string& lease() const { return lease_; }
+
+ private:
+  class Reactor;
+  explicit AttachCall(std::unique_ptr<Reactor> reactor);
+  std::unique_ptr<Reactor> reactor_;
+  std::string lease_;
+};
+
 class SessionCore {
  public:
-  static absl::StatusOr<std::shared_ptr<SessionCore>> Open(std::shared_ptr<ClientCore> client, std::string_view label);
+  static absl::StatusOr<std::shared_ptr<SessionCore>> Open(std::shared_ptr<ClientCore> client,
+                                                           const SessionOptions& options);
 
   // Adds the session's token; a timeout too, if it is not zero.
   void Prepare(grpc::ClientContext& context, std::chrono::milliseconds timeout) const;
 
   std::shared_ptr<ClientCore> client;
-  std::unique_ptr<SideChannel> side_channel;
+  absl::StatusOr<SideChannel::Reply> CallSideChannel(const v1::SideRequest& request, int fd = -1);
   std::string token;
+
+ private:
+  absl::StatusOr<std::string> TakeLease(const SessionOptions& options);  // for OpenSession; empty: a time to live
+
+  // What is the lease, or neither; gone before the client.
+  std::unique_ptr<SideChannel> side_channel_;
+  std::unique_ptr<AttachCall> attach_;
 };
 
 // The same for a call of Compute, which needs no session: null is none.

@@ -21,7 +21,7 @@ struct GemmCall {
   }
 
   absl::StatusOr<GemmResult> Result(const grpc::Status& status) {
-    RETURN_IF_ERROR(FromGrpc(status));
+    RETURN_IF_ERROR(FromUnaryCall(status));
     return Decode(*reply.mutable_report(), reply.inline_result(), d, start);
   }
 

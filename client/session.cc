@@ -54,7 +54,7 @@ absl::Status ReleaseId(SessionCore& session, const std::string& buffer_id) {
   v1::ReleaseBufferRequest request;
   request.set_buffer_id(buffer_id);
   v1::ReleaseBufferReply reply;
-  return FromGrpc(session.client->memory->ReleaseBuffer(&context, request, &reply));
+  return FromUnaryCall(session.client->memory->ReleaseBuffer(&context, request, &reply));
 }
 
 constexpr char kHost[] = "host";
@@ -77,7 +77,7 @@ std::byte* DataOf(const Memory& memory) {
 absl::StatusOr<Memory> MapAllocated(SessionCore& session, const std::string& buffer_id) {
   v1::SideRequest fetch;
   fetch.mutable_fetch_descriptor()->set_buffer_id(buffer_id);
-  ASSIGN_OR_RETURN(SideChannel::Reply fetched, session.side_channel->Call(fetch));
+  ASSIGN_OR_RETURN(SideChannel::Reply fetched, session.CallSideChannel(fetch));
   if (!fetched.fd) return absl::InternalError("side channel: the daemon sent no descriptor");
   const auto& passed = fetched.message.descriptor_passed();
   if (!OnDevice(passed.space())) {
@@ -95,7 +95,7 @@ absl::StatusOr<Memory> MapAllocated(SessionCore& session, const std::string& buf
 absl::StatusOr<std::uint64_t> PassDescriptor(SessionCore& session, int fd) {
   v1::SideRequest pass;
   pass.mutable_pass_descriptor();
-  ASSIGN_OR_RETURN(const SideChannel::Reply accepted, session.side_channel->Call(pass, fd));
+  ASSIGN_OR_RETURN(const SideChannel::Reply accepted, session.CallSideChannel(pass, fd));
   return accepted.message.descriptor_accepted().ticket();
 }
 
@@ -103,7 +103,7 @@ absl::StatusOr<v1::ImportBufferReply> CallImport(SessionCore& session, const v1:
   grpc::ClientContext context;
   session.Prepare(context, session.client->options.timeout);
   v1::ImportBufferReply reply;
-  RETURN_IF_ERROR(FromGrpc(session.client->memory->ImportBuffer(&context, request, &reply)));
+  RETURN_IF_ERROR(FromUnaryCall(session.client->memory->ImportBuffer(&context, request, &reply)));
   return reply;
 }
 
@@ -207,6 +207,17 @@ TensorView Buffer::Tensor(DType dtype, std::vector<std::int64_t> shape, std::uin
           .strides = std::move(strides)};
 }
 
+absl::Status Buffer::Share(v1::BufferAccess access, std::string_view principal) {
+  grpc::ClientContext context;
+  state_->session->Prepare(context, state_->session->client->options.timeout);
+  v1::ShareBufferRequest request;
+  request.set_buffer_id(state_->id);
+  request.set_principal(std::string(principal));
+  request.set_access(access);
+  v1::ShareBufferReply reply;
+  return FromUnaryCall(state_->session->client->memory->ShareBuffer(&context, request, &reply));
+}
+
 absl::Status Buffer::Release() {
   if (state_ == nullptr) return absl::OkStatus();
   const std::unique_ptr<State> state = std::move(state_);
@@ -230,7 +241,7 @@ absl::StatusOr<Buffer> Buffer::State::Allocate(const std::shared_ptr<SessionCore
   request.set_bytes(bytes);
   request.set_space(std::string(space));
   v1::AllocateBufferReply reply;
-  RETURN_IF_ERROR(FromGrpc(session->client->memory->AllocateBuffer(&context, request, &reply)));
+  RETURN_IF_ERROR(FromUnaryCall(session->client->memory->AllocateBuffer(&context, request, &reply)));
 
   absl::StatusOr<Memory> memory = MapAllocated(*session, reply.buffer_id());
   if (!memory.ok()) {
@@ -307,11 +318,19 @@ absl::StatusOr<Buffer> Session::Import(int memfd, std::uint64_t byte_offset, std
   return Buffer::State::Make(core_, reply.buffer_id(), reply.bytes(), reply.space(), data, *std::move(mapping));
 }
 
+absl::StatusOr<std::chrono::milliseconds> Session::KeepAlive() {
+  grpc::ClientContext context;
+  core_->Prepare(context, core_->client->options.timeout);
+  v1::KeepAliveReply reply;
+  RETURN_IF_ERROR(FromUnaryCall(core_->client->memory->KeepAlive(&context, v1::KeepAliveRequest(), &reply)));
+  return std::chrono::milliseconds(static_cast<std::int64_t>(reply.ttl_ms()));
+}
+
 absl::Status Session::Close() {
   grpc::ClientContext context;
   core_->Prepare(context, core_->client->options.timeout);
   v1::CloseSessionReply reply;
-  return FromGrpc(core_->client->memory->CloseSession(&context, v1::CloseSessionRequest(), &reply));
+  return FromUnaryCall(core_->client->memory->CloseSession(&context, v1::CloseSessionRequest(), &reply));
 }
 
 }  // namespace tessera::client

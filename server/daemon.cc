@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <boost/asio/io_context.hpp>
+#include <boost/asio/steady_timer.hpp>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -43,21 +44,33 @@ namespace {
 namespace asio = boost::asio;
 using namespace std::chrono_literals;
 
+// How exactly a time to live and the patience with clean-ups are kept.
+constexpr auto kTick = 100ms;
+// What is left of a daemon whose GPU is lost has this long to finish on the CPU.
+constexpr auto kLostGpuGrace = 3s;
+constexpr auto kDeadlineCheck = 100ms;
+
 std::uint64_t HalfOfMemory() {
   const long pages = ::sysconf(_SC_PHYS_PAGES);
   const long page_bytes = ::sysconf(_SC_PAGESIZE);
   return static_cast<std::uint64_t>(pages) / 2 * static_cast<std::uint64_t>(page_bytes);
 }
 
-SessionLimits LimitsOf(const Settings& settings) {
-  SessionLimits limits{.sessions_max = static_cast<std::uint64_t>(settings.sessions_max),
-                       .sessions_per_principal_max = static_cast<std::uint64_t>(settings.sessions_per_principal_max),
-                       .leases_max = static_cast<std::uint64_t>(settings.side_connections_max),
-                       .leases_per_principal_max = static_cast<std::uint64_t>(settings.connections_per_principal_max),
-                       .buffers_per_session_max = static_cast<std::uint64_t>(settings.buffers_per_session_max),
-                       .buffer_bytes_max = static_cast<std::uint64_t>(settings.buffer_bytes_max),
-                       .session_buffer_bytes_max = static_cast<std::uint64_t>(settings.session_buffer_bytes_max)};
-  if (limits.buffer_bytes_max == 0) limits.buffer_bytes_max = HalfOfMemory();
+SessionLimits LimitsOf(const Settings& settings, std::uint64_t gpu_bytes) {
+  SessionLimits limits{
+      .sessions_max = static_cast<std::uint64_t>(settings.sessions_max),
+      .sessions_per_principal_max = static_cast<std::uint64_t>(settings.sessions_per_principal_max),
+      .leases_max = static_cast<std::uint64_t>(settings.side_connections_max),
+      .leases_per_principal_max = static_cast<std::uint64_t>(settings.connections_per_principal_max),
+      .buffers_max = static_cast<std::uint64_t>(settings.buffers_max),
+      .buffers_per_principal_max = static_cast<std::uint64_t>(settings.buffers_per_principal_max),
+      .buffers_per_session_max = static_cast<std::uint64_t>(settings.buffers_per_session_max),
+      .buffer_bytes_max = static_cast<std::uint64_t>(settings.buffer_bytes_max),
+      .principal_buffer_bytes_max = static_cast<std::uint64_t>(settings.buffer_bytes_per_principal_max),
+      .session_buffer_bytes_max = static_cast<std::uint64_t>(settings.session_buffer_bytes_max),
+      .ttl_max = std::chrono::seconds(settings.lease_ttl_max_s),
+      .cleanup_patience = std::chrono::seconds(settings.cleanup_patience_s)};
+  if (limits.buffer_bytes_max == 0) limits.buffer_bytes_max = HalfOfMemory() + gpu_bytes;
   return limits;
 }
 
@@ -130,7 +143,7 @@ std::uint32_t NewEpoch() {
 // Members in order of construction; destruction in reverse stops the doors first, then what is behind them.
 class Daemon::Parts {
  public:
-  Parts(const LoadedSettings& loaded, OpenedDevices opened, std::shared_ptr<LossReport> loss)
+  Parts(const LoadedSettings& loaded, OpenedDevices opened, std::shared_ptr<LossReport> loss, std::uint32_t restarts)
       : settings_(loaded.values),
         setting_report_(loaded.report),
         nvml_(OpenNvml(opened.gpu_memory.get())),
@@ -138,18 +151,23 @@ class Daemon::Parts {
         peers_(ConnectionLimitsOf(settings_), metrics_),
         isolation_(opened.isolation),
         gpu_memory_(std::move(opened.gpu_memory)),
+        reaper_(std::chrono::seconds(settings_.cleanup_patience_s), metrics_),
         executor_(std::move(opened.devices), PreferredBackend(settings_),
                   {.queue_max = settings_.queue_max,
                    .queue_per_session_max = settings_.queue_per_session_max,
+                   .queue_per_principal_max = settings_.queue_per_principal_max,
                    .unavailable = std::move(opened.unavailable)},
                   metrics_),
         sessions_(
-            NewEpoch(), LimitsOf(settings_), metrics_, [this] { return executor_.MakeLane(); }, GpuMemories()),
+            NewEpoch(), LimitsOf(settings_, opened.gpu_memory_bytes), metrics_, reaper_,
+            [this] { return executor_.MakeLane(); }, GpuMemories()),
         scope_{.settings = settings_, .metrics = metrics_, .peers = peers_, .sessions = sessions_},
         compute_(scope_, executor_),
         memory_(scope_),
+        restarts_(restarts),
         loss_(std::move(loss)) {
     metrics_.SetIsolationMode(isolation_);
+    metrics_.SetRestarts(restarts_);
     loss_->Listen([this](const absl::Status& status) { GpuLost(status); });
     if (const auto preferred = PreferredBackend(settings_);
         preferred.has_value() && *preferred != executor_.default_backend()) {
@@ -173,6 +191,7 @@ class Daemon::Parts {
     if (!settings_.http_address.empty()) RETURN_IF_ERROR(StartHttp());
     RETURN_IF_ERROR(StartRpcServer());
     StartAccepting();
+    Tick();
     io_thread_ = std::thread([this] { io_.run(); });
     SetServing(true);
     if (draining_.load()) SetServing(false);  // told to drain before it served
@@ -182,28 +201,21 @@ class Daemon::Parts {
     return absl::OkStatus();
   }
 
-  void RequestDrain() {
-    {
-      const std::lock_guard<std::mutex> lock(drain_mutex_);
-      if (draining_.load()) return;
-      drain_deadline_ = std::chrono::steady_clock::now() + std::chrono::seconds(settings_.drain_grace_s);
-      draining_.store(true);
-    }
-    // Readiness before refusal: whoever watches it stops sending before anybody is turned away.
-    SetServing(false);
-    executor_.StopAccepting();
-    spdlog::info("draining: {} operations in flight, {} s grace", executor_.in_flight(), settings_.drain_grace_s);
-    drain_requested_.notify_all();
-  }
+  void RequestDrain() { Drain(std::chrono::seconds(settings_.drain_grace_s)); }
 
   bool AwaitDrained() {
     std::unique_lock<std::mutex> lock(drain_mutex_);
     drain_requested_.wait(lock, [this] { return draining_.load(); });
-    const auto deadline = drain_deadline_;
-    lock.unlock();
-    const auto left =
-        std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
-    const bool idle = executor_.AwaitIdle(std::max(left, 0ms));
+    bool idle = false;
+    while (!idle) {
+      const auto left =
+          std::chrono::duration_cast<std::chrono::milliseconds>(drain_deadline_ - std::chrono::steady_clock::now());
+      if (left <= 0ms) break;
+      lock.unlock();
+      idle = executor_.AwaitIdle(std::min(left, kDeadlineCheck));  // a lost GPU brings the deadline forward
+      lock.lock();
+    }
+    idle = idle || executor_.AwaitIdle(0ms);
     if (!idle) spdlog::warn("grace is over with {} operations in flight", executor_.in_flight());
     return idle;
   }
@@ -214,6 +226,7 @@ class Daemon::Parts {
   }
 
   bool gpu_lost() const { return gpu_lost_.load(); }
+  std::string gpu_uuid() const { return gpu_memory_ == nullptr ? "" : gpu_memory_->uuid(); }
 
   const std::string& socket() const { return socket_path_; }
   std::string http_address() const { return http_ == nullptr ? "" : http_->address(); }
@@ -229,7 +242,23 @@ class Daemon::Parts {
   void GpuLost(const absl::Status& status) {
     spdlog::critical("{}", MessageOf(status));
     gpu_lost_.store(true);
-    RequestDrain();
+    Drain(std::min<std::chrono::milliseconds>(kLostGpuGrace, std::chrono::seconds(settings_.drain_grace_s)));
+  }
+
+  void Drain(std::chrono::milliseconds grace) {
+    const auto deadline = std::chrono::steady_clock::now() + grace;
+    {
+      const std::lock_guard<std::mutex> lock(drain_mutex_);
+      const bool again = draining_.load();
+      drain_deadline_ = again ? std::min(drain_deadline_, deadline) : deadline;
+      draining_.store(true);
+      if (again) return;
+    }
+    // Readiness before refusal: whoever watches it stops sending before anybody is turned away.
+    SetServing(false);
+    executor_.StopAccepting();
+    spdlog::info("draining: {} operations in flight, {} ms grace", executor_.in_flight(), grace.count());
+    drain_requested_.notify_all();
   }
 
   absl::Status OpenTcp() {
@@ -250,16 +279,26 @@ class Daemon::Parts {
     ASSIGN_OR_RETURN(http_, HttpServer::Start({.address = settings_.http_address,
                                                .metrics =
                                                    [this] {
-                                                     metrics_.SetRpcConnections(peers_.CountOpen());
-                                                     ReadGpu();
+                                                     ReadGauges();
                                                      return metrics_.Serialize();
                                                    },
                                                .alive = [] { return true; },
                                                .not_ready_reason = [this]() -> std::string {
                                                  if (draining_.load()) return "draining";
+                                                 if (blocked_.load()) return "clean-up of memory is stuck";
                                                  return serving_.load() ? "" : "starting";
                                                }}));
     return absl::OkStatus();
+  }
+
+  void ReadGauges() {
+    metrics_.SetRpcConnections(peers_.CountOpen());
+    const SessionCounts counts = sessions_.Counts();
+    metrics_.SetSessionsEnding(counts.ending, counts.quarantined);
+    metrics_.SetBufferHeldBytes(counts.bytes_held);
+    const Reaper::Counts cleanups = reaper_.counts();
+    metrics_.SetCleanups(cleanups.waiting, cleanups.stuck);
+    ReadGpu();
   }
 
   void ReadGpu() {
@@ -275,8 +314,10 @@ class Daemon::Parts {
                               .http_address = http_address(),
                               .tcp_address = tcp_address(),
                               .isolation = isolation_,
+                              .restarts = restarts_,
                               .setting_report = setting_report_,
                               .draining = [this] { return draining_.load(); },
+                              .cleanups_stuck = [this] { return reaper_.counts().stuck; },
                               .drain = [this] { RequestDrain(); }});
     ASSIGN_OR_RETURN(rpc_server_, RpcServer::Start({.services = {&compute_, &memory_, &*admin_},
                                                     .message_bytes_max = settings_.message_bytes_max,
@@ -304,6 +345,20 @@ class Daemon::Parts {
     });
   }
 
+  // Leases whose time is over, and what is stuck. While nothing is cleaned up any more, the daemon is not ready.
+  void Tick() {
+    sessions_.Tick();
+    reaper_.Tick();
+    if (const bool blocked = reaper_.blocked(); blocked != blocked_.exchange(blocked)) {
+      spdlog::error("clean-up of memory {}", blocked ? "is stuck: not ready" : "goes on: ready");
+      if (serving_.load() || !blocked) SetServing(!blocked && !draining_.load());
+    }
+    tick_.expires_after(kTick);
+    tick_.async_wait([this](const boost::system::error_code& error) {
+      if (!error) Tick();
+    });
+  }
+
   void SetServing(bool serving) {
     serving_.store(serving);
     metrics_.SetReady(serving);
@@ -315,6 +370,7 @@ class Daemon::Parts {
     if (io_thread_.joinable()) io_thread_.join();
     rpc_server_.reset();
     sessions_.EndAllSessions(SessionEnd::kDrained);
+    reaper_.AwaitIdle();  // sessions have streams of the executor's devices
   }
 
   const Settings settings_;
@@ -323,6 +379,7 @@ class Daemon::Parts {
   std::atomic<bool> serving_{false};
   std::atomic<bool> draining_{false};
   std::atomic<bool> gpu_lost_{false};
+  std::atomic<bool> blocked_{false};  // the reaper
   std::mutex drain_mutex_;
   std::condition_variable drain_requested_;
   std::chrono::steady_clock::time_point drain_deadline_;  // guarded by drain_mutex_
@@ -332,6 +389,7 @@ class Daemon::Parts {
   PeerRegistry peers_;
   const IsolationMode isolation_;
   const std::unique_ptr<DeviceMemory> gpu_memory_;  // outlives the buffers on it, and the work that uses them
+  Reaper reaper_;                                   // likewise
   Executor executor_;
   SessionTable sessions_;
   RpcScope scope_;
@@ -346,21 +404,24 @@ class Daemon::Parts {
   std::unique_ptr<RpcServer> rpc_server_;
   std::unique_ptr<HttpServer> http_;
   asio::io_context io_{1};
+  asio::steady_timer tick_{io_};
   std::unique_ptr<Acceptor> rpc_acceptor_;
   std::unique_ptr<Acceptor> side_acceptor_;
   std::unique_ptr<Acceptor> tcp_acceptor_;
   std::thread io_thread_;
+  const std::uint32_t restarts_;
   const std::shared_ptr<LossReport> loss_;
 };
 
-absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const LoadedSettings& settings) {
+absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const LoadedSettings& settings, std::uint32_t restarts) {
   const auto loss = std::make_shared<LossReport>();
   ASSIGN_OR_RETURN(OpenedDevices opened,
                    OpenDevices({.cpu_threads = static_cast<int>(settings.values.cpu_threads),
                                 .cuda_device = settings.values.cuda_device,
+                                .isolation = settings.values.isolation,
                                 .workspace_bytes_max = settings.values.workspace_bytes_max,
                                 .lost = [loss](const absl::Status& status) { loss->Tell(status); }}));
-  auto parts = std::make_unique<Parts>(settings, std::move(opened), loss);
+  auto parts = std::make_unique<Parts>(settings, std::move(opened), loss, restarts);
   RETURN_IF_ERROR(parts->Start());
   return std::unique_ptr<Daemon>(new Daemon(std::move(parts)));
 }
@@ -379,6 +440,9 @@ void Daemon::RemoveSockets() {
 }
 bool Daemon::gpu_lost() const {
   return parts_->gpu_lost();
+}
+std::string Daemon::gpu_uuid() const {
+  return parts_->gpu_uuid();
 }
 const std::string& Daemon::socket() const {
   return parts_->socket();

@@ -2,6 +2,7 @@
 // the same object.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <string>
 
@@ -12,8 +13,9 @@ namespace tessera::server {
 
 class Daemon {
  public:
-  // Serves when this returns. Errors name what could not be had (socket, HTTP port) and what to do.
-  static absl::StatusOr<std::unique_ptr<Daemon>> Start(const LoadedSettings& settings);
+  // Serves when this returns. Errors name what could not be had (socket, HTTP port) and what to do. `restarts`: times
+  // that a supervisor has started it before.
+  static absl::StatusOr<std::unique_ptr<Daemon>> Start(const LoadedSettings& settings, std::uint32_t restarts = 0);
 
   // Stops at once; running operations still finish.
   ~Daemon();
@@ -30,6 +32,9 @@ class Daemon {
 
   // Whether the GPU's context was lost, which drains the daemon too.
   bool gpu_lost() const;
+
+  // UUID of the GPU that it serves; empty without one.
+  std::string gpu_uuid() const;
 
   // Removes the socket files, for a process that is about to end without running destructors.
   void RemoveSockets();

@@ -1,4 +1,5 @@
-// tesserad: reads its settings, serves until SIGTERM, SIGINT or Admin.Drain, drains, exits 0.
+// tesserad: reads its settings, serves until SIGTERM, SIGINT or Admin.Drain, drains, exits 0. Under its own supervisor
+// (setting `supervise`), and where it is PID 1, the daemon is a child of this process.
 
 #include <pthread.h>
 #include <signal.h>
@@ -10,6 +11,7 @@
 #include <cstdlib>
 #include <future>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -17,13 +19,12 @@
 #include "common/text.h"
 #include "server/config/settings.h"
 #include "server/daemon.h"
+#include "server/supervisor.h"
 #include "server/telemetry/log.h"
 
 namespace tessera::server {
 namespace {
 
-constexpr int kExitUnfinished = 3;  // grace was over before all work had finished
-constexpr int kExitGpuLost = 4;     // the GPU's context was lost
 constexpr std::chrono::seconds kStopPatience{3};
 
 sigset_t BlockTerminationSignals() {
@@ -47,48 +48,84 @@ bool StopWithin(std::unique_ptr<Daemon> daemon, std::chrono::seconds patience) {
   return is_stopped.wait_for(patience) == std::future_status::ready;
 }
 
-int Serve(const LoadedSettings& settings) {
-  if (absl::Status status = InitLogging(settings.values.log_level, settings.values.log_format); !status.ok()) {
-    std::fprintf(stderr, "tesserad: %s\n", MessageOf(status).c_str());
-    return EXIT_FAILURE;
+// What a signal may drain, until it has been.
+class DrainTarget {
+ public:
+  explicit DrainTarget(Daemon& daemon) : daemon_(&daemon) {}
+
+  void RequestDrain() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (daemon_ != nullptr) daemon_->RequestDrain();
   }
-  for (const std::string& warning : settings.warnings) spdlog::warn("{}", warning);
+  void Forget() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    daemon_ = nullptr;
+  }
+
+ private:
+  std::mutex mutex_;
+  Daemon* daemon_;
+};
+
+// The first signal drains; a second one ends the process at once.
+void ObeySignals(const sigset_t& signals, DrainTarget& target) {
+  StopSignals stop;
+  for (;;) {
+    siginfo_t info{};
+    const int number = sigwaitinfo(&signals, &info);
+    if (number < 0) continue;
+    const StopSignals::Meaning meaning = stop.Of(info);
+    if (meaning == StopSignals::Meaning::kEndAtOnce) _exit(kExitBySignalBase + number);
+    if (meaning == StopSignals::Meaning::kNothingNew) continue;
+    spdlog::info("signal {}", strsignal(number));
+    target.RequestDrain();
+  }
+}
+
+int Serve(LoadedSettings settings, const Succession& succession) {
   const sigset_t signals = BlockTerminationSignals();
   ::signal(SIGPIPE, SIG_IGN);
+  std::string& gpu = settings.values.cuda_device;
+  if (gpu == "auto" && !succession.gpu_uuid.empty()) gpu = succession.gpu_uuid;
 
-  auto daemon = Daemon::Start(settings);
+  auto daemon = Daemon::Start(settings, succession.restarts);
   if (!daemon.ok()) {
     spdlog::error("cannot start: {}", MessageOf(daemon.status()));
-    return EXIT_FAILURE;
+    return kExitCannotStart;
   }
-  // The first signal drains; a second one ends the process at once.
-  std::thread([&signals, drain = daemon->get()] {
-    int number = 0;
-    sigwait(&signals, &number);
-    spdlog::info("signal {}", strsignal(number));
-    drain->RequestDrain();
-    sigwait(&signals, &number);
-    _exit(128 + number);
-  }).detach();
+  succession.serving((*daemon)->gpu_uuid());
+  const auto target = std::make_shared<DrainTarget>(**daemon);
+  std::thread([signals, target] { ObeySignals(signals, *target); }).detach();
 
-  if (!(*daemon)->AwaitDrained()) {
-    // A running kernel cannot be interrupted, and destructors would wait for it past the grace.
-    (*daemon)->RemoveSockets();
-    spdlog::warn("stopped with work unfinished");
-    spdlog::shutdown();
-    _exit(kExitUnfinished);
-  }
+  const bool finished = (*daemon)->AwaitDrained();
+  target->Forget();
   (*daemon)->RemoveSockets();
-  if ((*daemon)->gpu_lost()) {
-    // Nothing of CUDA can be torn down any more.
+  if (!finished) spdlog::warn("stopped with work unfinished");
+  if (!finished || (*daemon)->gpu_lost()) {
+    // A running kernel cannot be interrupted, and destructors would wait for it past the grace; of CUDA without its
+    // context nothing can be torn down.
+    const int code = (*daemon)->gpu_lost() ? kExitGpuLost : kExitUnfinished;
     spdlog::shutdown();
-    _exit(kExitGpuLost);
+    _exit(code);
   }
   const bool stopped = StopWithin(*std::move(daemon), kStopPatience);
   spdlog::info("drained");
-  if (stopped) return EXIT_SUCCESS;
+  if (stopped) return kExitDrained;
   spdlog::shutdown();
-  _exit(EXIT_SUCCESS);
+  _exit(kExitDrained);
+}
+
+int Run(const LoadedSettings& settings) {
+  if (absl::Status status = InitLogging(settings.values.log_level, settings.values.log_format); !status.ok()) {
+    std::fprintf(stderr, "tesserad: %s\n", MessageOf(status).c_str());
+    return kExitCannotStart;
+  }
+  for (const std::string& warning : settings.warnings) spdlog::warn("{}", warning);
+  // The daemon is never PID 1, which all containers have: supervisor.h says what CUDA has against it.
+  const bool is_init = ::getpid() == 1;
+  if (!settings.values.supervise && !is_init) return Serve(settings, {});
+  return Supervise({.restart = settings.values.supervise},
+                   [&settings](const Succession& succession) { return Serve(settings, succession); });
 }
 
 }  // namespace
@@ -107,5 +144,5 @@ int main(int argc, char** argv) {
     std::fputs(command_line->output.c_str(), command_line->exit_code == 0 ? stdout : stderr);
     return command_line->exit_code;
   }
-  return server::Serve(command_line->settings);
+  return server::Run(command_line->settings);
 }

@@ -17,6 +17,7 @@ struct Command {
 
 Command AddStatus(CLI::App& app, const GlobalOptions& options);
 Command AddGemm(CLI::App& app, const GlobalOptions& options);
+Command AddSessions(CLI::App& app, const GlobalOptions& options);
 Command AddBuffers(CLI::App& app, const GlobalOptions& options);
 Command AddLogLevel(CLI::App& app, const GlobalOptions& options);
 Command AddConfig(CLI::App& app, const GlobalOptions& options);

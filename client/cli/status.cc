@@ -18,9 +18,14 @@ void PrintTable(const v1::ServerInfoReply& info) {
   facts.Add({"http", info.http_address().empty() ? "off" : info.http_address()});
   facts.Add({"isolation", info.isolation_mode()});
   facts.Add({"log level", info.log_level()});
-  facts.Add({"sessions", std::to_string(info.sessions())});
+  const std::string ending = ", " + std::to_string(info.sessions_ending()) + " ending";
+  facts.Add({"sessions", std::to_string(info.sessions()) + (info.sessions_ending() == 0 ? "" : ending)});
   facts.Add({"buffers", std::to_string(info.buffers()) + " (" + HumanBytes(info.buffer_bytes()) + ")"});
   facts.Add({"in flight", std::to_string(info.in_flight())});
+  if (info.quarantined() > 0) {
+    facts.Add({"quarantined", std::to_string(info.quarantined()) + "; `tessera sessions --all` and the log tell what"});
+  }
+  if (info.restarts() > 0) facts.Add({"restarts", std::to_string(info.restarts())});
   facts.Add({"you are", info.principal() + (info.administrator() ? ", administrator" : "")});
   std::fputs(facts.ToString().c_str(), stdout);
 
@@ -57,7 +62,10 @@ void PrintJson(const v1::ServerInfoReply& info) {
                                    {"tcp_address", info.tcp_address()},
                                    {"inline_bytes_max", info.inline_bytes_max()},
                                    {"message_bytes_max", info.message_bytes_max()},
+                                   {"restarts", info.restarts()},
                                    {"sessions", info.sessions()},
+                                   {"sessions_ending", info.sessions_ending()},
+                                   {"quarantined", info.quarantined()},
                                    {"buffers", info.buffers()},
                                    {"buffer_bytes", info.buffer_bytes()},
                                    {"in_flight", info.in_flight()},

@@ -630,13 +630,23 @@ struct ParsedFlags {
   std::string help_text;
 };
 
-// CLI11 reads the empty value of `--name=` from the next argument; as two arguments both readings agree.
-std::vector<std::string> SplitEmptyValues(std::span<const std::string> args) {
+bool IsSwitch(std::string_view flag) {
+  return std::any_of(kRows.begin(), kRows.end(), [&](const SettingRow& row) {
+    return std::holds_alternative<bool Settings::*>(row.member) && FlagName(row.name) == flag;
+  });
+}
+
+// Every value as an argument of its own. CLI11 reads the empty value of `--name=` from the next argument; as two
+// arguments both readings agree. A switch that stands alone is true.
+std::vector<std::string> SplitValues(std::span<const std::string> args) {
   std::vector<std::string> split;
-  for (const std::string& arg : args) {
-    const bool empty_value = arg.starts_with("--") && !arg.empty() && arg.find('=') == arg.size() - 1;
+  for (std::size_t i = 0; i < args.size(); ++i) {
+    const std::string& arg = args[i];
+    const bool empty_value = arg.starts_with("--") && arg.find('=') == arg.size() - 1;
     split.push_back(empty_value ? arg.substr(0, arg.size() - 1) : arg);
     if (empty_value) split.emplace_back();
+    const bool alone = i + 1 == args.size() || args[i + 1].starts_with("-");
+    if (alone && IsSwitch(arg)) split.emplace_back("true");
   }
   return split;
 }
@@ -691,7 +701,7 @@ absl::StatusOr<ParsedFlags> ParseFlags(std::span<const std::string> args) {
   }
 
   try {
-    std::vector<std::string> reversed = SplitEmptyValues(args);
+    std::vector<std::string> reversed = SplitValues(args);
     std::reverse(reversed.begin(), reversed.end());
     app.parse(std::move(reversed));
     if (parsed.help) parsed.help_text = app.help();

@@ -77,25 +77,25 @@ class Binder {
     if (ref.storage == TensorRef::Storage::kInlineResult) {
       return Invalid(ref, ".inline_result", "only the output can be an inline result");
     }
-    return Bind(ref);
+    return Bind(ref, BufferAccess::kRead);
   }
 
   absl::StatusOr<BoundView> Output(const TensorRef& ref) {
     if (ref.storage == TensorRef::Storage::kInlineData) {
       return Invalid(ref, ".inline_data", "the output needs a buffer or inline_result");
     }
-    return Bind(ref);
+    return Bind(ref, BufferAccess::kReadWrite);
   }
 
  private:
-  absl::StatusOr<BoundView> Bind(const TensorRef& ref) {
+  absl::StatusOr<BoundView> Bind(const TensorRef& ref, BufferAccess access) {
     const std::optional<std::uint64_t> span = SpanBytes(ref);
     if (!span.has_value()) return Invalid(ref, "", "shape and strides reach past 2^63 bytes");
     BoundView view{.ref = &ref};
     std::uint64_t available = 0;
     switch (ref.storage) {
       case TensorRef::Storage::kBuffer:
-        RETURN_IF_ERROR(FindBuffer(ref, view, available));
+        RETURN_IF_ERROR(FindBuffer(ref, access, view, available));
         break;
       case TensorRef::Storage::kInlineData:
         RETURN_IF_ERROR(CheckInlineBytes(ref, ref.inline_data->size()));
@@ -135,11 +135,11 @@ class Binder {
     return view;
   }
 
-  absl::Status FindBuffer(const TensorRef& ref, BoundView& view, std::uint64_t& available) {
+  absl::Status FindBuffer(const TensorRef& ref, BufferAccess access, BoundView& view, std::uint64_t& available) {
     if (scope_.session == nullptr) {
       return Invalid(ref, ".buffer_id", "a call that names buffers needs metadata tessera-session-bin");
     }
-    auto pin = scope_.sessions->PinBuffer(*scope_.session, ref.buffer);
+    auto pin = scope_.sessions->PinBuffer(*scope_.session, ref.buffer, access);
     if (!pin.ok()) return AtField(ref, ".buffer_id", pin.status());
     RETURN_IF_ERROR(CheckSpace(ref, (*pin)->space()));
     view.data = (*pin)->data();

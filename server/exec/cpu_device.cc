@@ -14,6 +14,7 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 
@@ -105,6 +106,24 @@ class CpuStream final : public Stream, public std::enable_shared_from_this<CpuSt
     if (!scheduled_) Schedule();
   }
 
+  void DropUnwanted() override {
+    std::vector<std::pair<Job, JobResult>> dropped;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      std::deque<Queued> wanted;
+      for (Queued& queued : queue_) {
+        if (absl::Status status = queued.job.admit(); status.ok()) {
+          wanted.push_back(std::move(queued));
+        } else {
+          JobResult result{.status = std::move(status), .queue_ns = NanosecondsSince(queued.accepted)};
+          dropped.emplace_back(std::move(queued.job), std::move(result));
+        }
+      }
+      queue_ = std::move(wanted);
+    }
+    for (const auto& [job, result] : dropped) job.done(result);
+  }
+
  private:
   struct Queued {
     Job job;
@@ -120,6 +139,10 @@ class CpuStream final : public Stream, public std::enable_shared_from_this<CpuSt
 
   void TakeTurn() {
     std::unique_lock<std::mutex> lock(mutex_);
+    if (queue_.empty()) {  // all were dropped since the turn was posted
+      scheduled_ = false;
+      return;
+    }
     std::optional<Queued> next = std::move(queue_.front());
     queue_.pop_front();
     lock.unlock();

@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "absl/strings/match.h"
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "common/status_macros.h"
 #include "common/text.h"
@@ -48,10 +47,6 @@ constexpr auto kIdleCheckEvery = 250ms;
 
 std::uint64_t Nanoseconds(Clock::duration duration) {
   return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(duration).count());
-}
-
-std::string VersionText(int version) {
-  return absl::StrCat(version / 1000, ".", version % 1000 / 10);
 }
 
 absl::Status Unavailable(cudaError_t error, const char* what) {
@@ -194,6 +189,7 @@ class CudaStream final : public Stream, public std::enable_shared_from_this<Cuda
   ~CudaStream() override;
 
   void Enqueue(Job job) override;
+  void DropUnwanted() override;
 
   // By the completer. True if a job was done since the last look.
   bool Retire();
@@ -255,13 +251,12 @@ class CudaDeviceImpl final : public CudaDevice {
   std::string Describe() const override {
     return absl::StrCat(facts_.name, ", sm_", facts_.compute_capability, ", ", facts_.multiprocessors, " SMs, ",
                         facts_.memory_bytes >> 30U, " GiB, ", facts_.uuid, ", driver for CUDA ",
-                        VersionText(facts_.driver_version), facts_.mps ? ", MPS" : "");
+                        CudaVersionText(facts_.driver_version), facts_.mps ? ", MPS" : "");
   }
 
   std::shared_ptr<Stream> OpenStream() override {
     absl::StatusOr<Channel> channel = TakeChannel();
-    // Its jobs will all be refused with the reason: a stream has no other way to tell.
-    if (!channel.ok()) return std::make_shared<BrokenStream>(channel.status());
+    if (!channel.ok()) return std::make_shared<LateStream>(*this);
     return std::make_shared<CudaStream>(*this, *channel);
   }
 
@@ -279,13 +274,36 @@ class CudaDeviceImpl final : public CudaDevice {
   }
 
  private:
-  class BrokenStream final : public Stream {
+  // For an owner that came when there was nothing for a stream: takes one at the first job that finds it.
+  class LateStream final : public Stream {
    public:
-    explicit BrokenStream(absl::Status status) : status_(std::move(status)) {}
-    void Enqueue(Job job) override { job.done({.status = status_}); }
+    explicit LateStream(CudaDeviceImpl& device) : device_(device) {}
+
+    void Enqueue(Job job) override {
+      const absl::StatusOr<std::shared_ptr<Stream>> stream = Get();
+      stream.ok() ? (*stream)->Enqueue(std::move(job)) : job.done({.status = stream.status()});
+    }
+
+    void DropUnwanted() override {
+      std::unique_lock<std::mutex> lock(mutex_);
+      const std::shared_ptr<Stream> stream = stream_;
+      lock.unlock();  // callbacks run here
+      if (stream != nullptr) stream->DropUnwanted();
+    }
 
    private:
-    const absl::Status status_;
+    absl::StatusOr<std::shared_ptr<Stream>> Get() {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (stream_ == nullptr) {
+        ASSIGN_OR_RETURN(const Channel channel, device_.TakeChannel());
+        stream_ = std::make_shared<CudaStream>(device_, channel);
+      }
+      return stream_;
+    }
+
+    CudaDeviceImpl& device_;
+    std::mutex mutex_;
+    std::shared_ptr<Stream> stream_;
   };
 
   absl::StatusOr<Channel> TakeChannel() {
@@ -342,6 +360,24 @@ void CudaStream::Enqueue(Job job) {
   WatchIfBusy(std::move(lock));
   if (device_.health().is_lost()) device_.completer().Wake();
   for (const auto& [refused_job, result] : refused) refused_job.done(result);
+}
+
+void CudaStream::DropUnwanted() {
+  Refused refused;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::deque<Waiting> wanted;
+    for (Waiting& waiting : waiting_) {
+      if (absl::Status status = waiting.job.admit(); status.ok()) {
+        wanted.push_back(std::move(waiting));
+      } else {
+        JobResult result{.status = std::move(status), .queue_ns = Nanoseconds(Clock::now() - waiting.accepted)};
+        refused.emplace_back(std::move(waiting.job), std::move(result));
+      }
+    }
+    waiting_ = std::move(wanted);
+  }
+  for (const auto& [job, result] : refused) job.done(result);
 }
 
 // The completer lets go of an idle stream and takes it again: its owner may drop it at any time.
@@ -592,130 +628,13 @@ absl::StatusOr<kernels::ArchSet> LoadKernels(int compute_capability) {
   return archs;
 }
 
-absl::StatusOr<int> Attribute(cudaDeviceAttr attribute, int ordinal) {
-  int value = 0;
-  RETURN_IF_ERROR(Unavailable(cudaDeviceGetAttribute(&value, attribute, ordinal), "cudaDeviceGetAttribute"));
-  return value;
-}
-
-std::string UuidText(const cudaUUID_t& uuid) {
-  std::string text = "GPU-";
-  for (std::size_t i = 0; i < sizeof(uuid.bytes); ++i) {
-    if (i == 4 || i == 6 || i == 8 || i == 10) text += '-';
-    absl::StrAppend(&text, absl::Hex(static_cast<unsigned char>(uuid.bytes[i]), absl::kZeroPad2));
-  }
-  return text;
-}
-
-absl::StatusOr<CudaFacts> FactsOf(int ordinal) {
-  cudaDeviceProp properties;
-  RETURN_IF_ERROR(Unavailable(cudaGetDeviceProperties(&properties, ordinal), "cudaGetDeviceProperties"));
-  CudaFacts facts{.ordinal = ordinal,
-                  .name = properties.name,
-                  .uuid = UuidText(properties.uuid),
-                  .compute_capability = properties.major * 10 + properties.minor,
-                  .multiprocessors = properties.multiProcessorCount,
-                  .memory_bytes = properties.totalGlobalMem};
-  RETURN_IF_ERROR(Unavailable(cudaDriverGetVersion(&facts.driver_version), "cudaDriverGetVersion"));
-  RETURN_IF_ERROR(Unavailable(cudaRuntimeGetVersion(&facts.runtime_version), "cudaRuntimeGetVersion"));
-  ASSIGN_OR_RETURN(const int mps, Attribute(cudaDevAttrMpsEnabled, ordinal));
-  facts.mps = mps != 0;
-  return facts;
-}
-
-// What may help when the driver is there and does not start.
-const char* AdviceFor(cudaError_t error) {
-  switch (error) {
-    case cudaErrorSystemNotReady:
-      return "on a machine with NVSwitch, the NVIDIA Fabric Manager must run";
-    case cudaErrorSystemDriverMismatch:
-      return "the driver's library and its kernel module are of different versions; reboot after an update, and give a "
-             "container the library of its host";
-    case cudaErrorCompatNotSupportedOnDevice:
-      return "take the forward-compatibility libcuda (package cuda-compat) out of the loader's path, or update the "
-             "driver";
-    default:
-      return "nvidia-smi and the kernel's log say more";
-  }
-}
-
-// How many GPUs the driver shows; the reasons why none does are told apart here.
-absl::StatusOr<int> CountDevices() {
-  int driver = 0;
-  int runtime = 0;
-  if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) {
-    return absl::UnavailableError(
-        "no NVIDIA driver on this machine: libcuda.so.1 does not load; install the driver, and in a container use the "
-        "NVIDIA runtime");
-  }
-  RETURN_IF_ERROR(Unavailable(cudaRuntimeGetVersion(&runtime), "cudaRuntimeGetVersion"));
-  int count = 0;
-  const cudaError_t error = cudaGetDeviceCount(&count);
-  if (error == cudaErrorInsufficientDriver) {
-    return absl::UnavailableError(absl::StrCat("the driver serves CUDA ", VersionText(driver), " and this build needs ",
-                                               VersionText(runtime), "; update the driver"));
-  }
-  if (error == cudaErrorNoDevice || (error == cudaSuccess && count == 0)) {
-    return absl::UnavailableError(
-        "the driver shows no GPU; CUDA_VISIBLE_DEVICES, and in a container the runtime's GPU options, decide what it "
-        "shows");
-  }
-  if (error != cudaSuccess) {
-    const absl::Status status = Unavailable(error, "the driver does not start");
-    return absl::UnavailableError(absl::StrCat(MessageOf(status), "; ", AdviceFor(error)));
-  }
-  return count;
-}
-
-// As TESSERA_CUDA_ARCHS has it: from Hopper on, with the architecture's own instructions.
-std::string ArchToken(int compute_capability) {
-  return absl::StrCat(compute_capability, compute_capability >= 90 ? "a" : "");
-}
-
 }  // namespace
-
-kernels::ArchSet ArchsOf(int compute_capability) {
-  kernels::ArchSet archs = {kernels::Arch::kVendor};
-  if (compute_capability >= 80) archs.Add(kernels::Arch::kSm80);
-  if (compute_capability >= 89) archs.Add(kernels::Arch::kSm89);
-  if (compute_capability == 90) archs.Add(kernels::Arch::kSm90a);
-  return archs;
-}
-
-absl::StatusOr<CudaFacts> ChooseDevice(const std::string& wanted, int count,
-                                       const std::function<absl::StatusOr<CudaFacts>(int ordinal)>& facts_of) {
-  int number = 0;
-  if (absl::SimpleAtoi(wanted, &number)) {
-    if (number >= 0 && number < count) return facts_of(number);
-    return absl::UnavailableError(absl::StrCat("no GPU ", number, "; the driver shows ", count,
-                                               ", numbered from 0; CUDA_VISIBLE_DEVICES decides which"));
-  }
-  std::string shown;
-  for (int ordinal = 0; ordinal < count; ++ordinal) {
-    ASSIGN_OR_RETURN(CudaFacts facts, facts_of(ordinal));
-    const bool runs_kernels = ArchsOf(facts.compute_capability).Has(kernels::Arch::kSm80);
-    if (wanted == "auto" ? runs_kernels : facts.uuid == wanted) return facts;
-    absl::StrAppend(&shown, ordinal == 0 ? "" : ", ", facts.uuid);
-  }
-  if (wanted == "auto") return facts_of(0);
-  return absl::UnavailableError(absl::StrCat("no GPU ", wanted, " among those that the driver shows (", shown,
-                                             "); CUDA_VISIBLE_DEVICES decides which"));
-}
-
-absl::Status CheckKernels(const CudaFacts& facts, kernels::ArchSet archs) {
-  if (archs.Has(kernels::Arch::kSm80)) return absl::OkStatus();
-  const bool could = ArchsOf(facts.compute_capability).Has(kernels::Arch::kSm80);
-  return absl::UnavailableError(absl::StrCat(
-      facts.name, " (sm_", facts.compute_capability, ") is none of the GPUs that this build has kernels for; ",
-      could ? absl::StrCat("configure it with ", ArchToken(facts.compute_capability), " in TESSERA_CUDA_ARCHS")
-            : "kernels need sm_80 or later"));
-}
 
 absl::StatusOr<std::unique_ptr<CudaDevice>> OpenCudaDevice(const CudaDeviceOptions& options) {
   // Before the first CUDA call; an operator's own choice stands.
   ::setenv("CUDA_MODULE_LOADING", "EAGER", /*overwrite=*/0);
-  ASSIGN_OR_RETURN(const int count, CountDevices());
-  ASSIGN_OR_RETURN(CudaFacts facts, ChooseDevice(options.device, count, FactsOf));
+  ASSIGN_OR_RETURN(const int count, CountCudaDevices());
+  ASSIGN_OR_RETURN(CudaFacts facts, ChooseDevice(options.device, count, CudaFactsOf));
   // First by what the device is: one that cannot serve gets no context. A MIG instance tells by its name.
   if (absl::StrContains(facts.name, " MIG ")) {
     return absl::UnavailableError(absl::StrCat(facts.name, " is a MIG instance; only whole GPUs are served"));

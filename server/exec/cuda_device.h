@@ -13,7 +13,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "kernels/catalog/variant.h"
+#include "server/exec/cuda_facts.h"
 #include "server/exec/device.h"
 
 namespace tessera::server {
@@ -26,19 +26,6 @@ struct CudaDeviceOptions {
   std::function<void(const absl::Status&)> lost;
 };
 
-// What a GPU says about itself.
-struct CudaFacts {
-  int ordinal = 0;
-  std::string name;
-  std::string uuid;            // as nvidia-smi lists it: GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx
-  int compute_capability = 0;  // 90 = sm_90
-  int multiprocessors = 0;
-  std::uint64_t memory_bytes = 0;
-  int driver_version = 0;   // CUDA version that the driver serves, 13000 = 13.0
-  int runtime_version = 0;  // that this build has
-  bool mps = false;         // a client of the Multi-Process Service
-};
-
 class CudaDevice : public Device {
  public:
   virtual const CudaFacts& cuda_facts() const = 0;
@@ -47,18 +34,5 @@ class CudaDevice : public Device {
 // UNAVAILABLE with the reason, and what to do, where no GPU can be served: no driver, one too old, no device, or only
 // devices that this build has no kernels for. Loads every kernel, which takes a fraction of a second.
 absl::StatusOr<std::unique_ptr<CudaDevice>> OpenCudaDevice(const CudaDeviceOptions& options);
-
-// What OpenCudaDevice decides, apart from the calls that it decides upon, for tests on machines without such GPUs.
-
-// The trees whose kernels a GPU of this compute capability runs, where the build has an image for it.
-kernels::ArchSet ArchsOf(int compute_capability);
-
-// Which of `count` GPUs `wanted` (CudaDeviceOptions::device) means; `facts_of` tells of each. "auto" is the first GPU
-// if kernels run on none, for CheckKernels to refuse. UNAVAILABLE if the wanted one is not there.
-absl::StatusOr<CudaFacts> ChooseDevice(const std::string& wanted, int count,
-                                       const std::function<absl::StatusOr<CudaFacts>(int ordinal)>& facts_of);
-
-// UNAVAILABLE unless the kernels that run on a GPU, `archs`, have those of sm80: they take every problem.
-absl::Status CheckKernels(const CudaFacts& facts, kernels::ArchSet archs);
 
 }  // namespace tessera::server

@@ -27,7 +27,7 @@ struct Job {
   std::int64_t workspace_bytes = 0;
   // How much there is to do, in multiply-adds or elements: what a host device goes by to tell a small job.
   std::uint64_t scalar_operations = 0;
-  // Asked once, right before the launch; an error drops the job with that status.
+  // Asked right before the launch, and by DropUnwanted; an error drops the job with that status.
   std::function<absl::Status()> admit;
   std::function<kernels::LaunchError(const kernels::LaunchContext&)> launch;
   // Called exactly once, whatever happens, after everything the job touches is idle.
@@ -41,6 +41,8 @@ class Stream {
  public:
   virtual ~Stream() = default;
   virtual void Enqueue(Job job) = 0;
+  // Asks `admit` of every job that waits, and drops at once those that it refuses. Their `done` runs on the caller.
+  virtual void DropUnwanted() = 0;
 };
 
 class Device {

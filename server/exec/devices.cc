@@ -2,6 +2,8 @@
 
 #include <spdlog/spdlog.h>
 
+#include <cstdlib>
+
 #include "common/status_macros.h"
 #include "common/text.h"
 #include "server/exec/cpu_device.h"
@@ -15,14 +17,33 @@ namespace tessera::server {
 namespace {
 
 #ifdef TESSERA_HAVE_CUDA
+// Where MPS runs, a process becomes its client by its first CUDA call, unless it is told of a place where none runs.
+constexpr char kNoMps[] = "/nonexistent/tessera-strict-isolation";
+
+absl::Status CheckIsolation(const std::string& wanted, bool mps) {
+  if (wanted == "shared" && !mps) {
+    return absl::FailedPreconditionError(
+        "isolation: shared, and this process is no client of the Multi-Process Service; start nvidia-cuda-mps-control "
+        "-d as the daemon's user, with the CUDA_MPS_PIPE_DIRECTORY that the daemon sees");
+  }
+  if (wanted == "strict" && mps) {
+    return absl::FailedPreconditionError(
+        "isolation: strict, and this process is a client of the Multi-Process Service all the same");
+  }
+  return absl::OkStatus();
+}
+
 absl::Status OpenGpu(const DeviceOptions& options, OpenedDevices& opened) {
+  if (options.isolation == "strict") ::setenv("CUDA_MPS_PIPE_DIRECTORY", kNoMps, /*overwrite=*/1);
   ASSIGN_OR_RETURN(std::unique_ptr<CudaDevice> gpu, OpenCudaDevice({.device = options.cuda_device,
                                                                     .workspace_bytes_max = options.workspace_bytes_max,
                                                                     .lost = options.lost}));
   const CudaFacts& facts = gpu->cuda_facts();
+  RETURN_IF_ERROR(CheckIsolation(options.isolation, facts.mps));
   ASSIGN_OR_RETURN(opened.gpu_memory, OpenCudaMemory(facts.ordinal, facts.uuid));
   // A client of MPS shares its GPU's faults with all others; without MPS, contexts are apart.
   opened.isolation = facts.mps ? IsolationMode::kShared : IsolationMode::kStrict;
+  opened.gpu_memory_bytes = facts.memory_bytes;
   opened.unavailable.erase(kernels::Backend::kCuda);
   if (gpu->facts().size() > 1) opened.unavailable.erase(kernels::Backend::kVendor);
   opened.devices.push_back(std::move(gpu));
@@ -45,6 +66,7 @@ absl::StatusOr<OpenedDevices> OpenDevices(const DeviceOptions& options) {
   if (options.cuda_device != "off") {
     opened.unavailable[kernels::Backend::kVendor] = kVendorReason;
     const absl::Status status = OpenGpu(options, opened);
+    if (status.code() == absl::StatusCode::kFailedPrecondition) return status;
     if (!status.ok() && options.cuda_device != "auto") return InField("cuda_device", status);
     if (!status.ok()) {
       spdlog::info("backend cuda is off: {}", MessageOf(status));

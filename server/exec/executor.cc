@@ -3,6 +3,7 @@
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <iterator>
 #include <utility>
@@ -57,8 +58,13 @@ class Executor::Lane : public SessionLane {
     return nullptr;
   }
 
+  void DropUnwanted() override {
+    for (const auto& [device, stream] : streams) stream->DropUnwanted();
+  }
+  std::int64_t in_flight() const override { return count.load(std::memory_order_relaxed); }
+
   std::vector<std::pair<const Device*, std::shared_ptr<Stream>>> streams;
-  std::int64_t in_flight = 0;  // guarded by Executor::mutex_
+  std::atomic<std::int64_t> count{0};  // in flight; written under Executor::mutex_
 };
 
 struct Executor::Pending {
@@ -67,6 +73,7 @@ struct Executor::Pending {
   planner::Plan plan;
   Device* device = nullptr;
   Lane* lane = nullptr;  // kept alive by operation.session
+  Account* account() const { return operation.account.get(); }
 };
 
 Executor::Executor(std::vector<std::unique_ptr<Device>> devices, std::optional<kernels::Backend> default_backend,
@@ -133,26 +140,31 @@ absl::StatusOr<Executor::Choice> Executor::Choose(const Operation& operation) co
   return refused;
 }
 
-absl::Status Executor::Admit(Lane* lane) {
+absl::Status Executor::Admit(Lane* lane, Account* account) {
+  const auto full = [this](Limit limit, std::int64_t waiting, const char* whose) {
+    metrics_.Refused(limit);
+    return absl::ResourceExhaustedError(
+        absl::StrCat(Av(LabelText(limit)), ": ", waiting, " operations", whose, " wait or run; try again"));
+  };
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!accepting_) return absl::UnavailableError("the daemon is draining and takes no new work");
-  if (in_flight_ >= options_.queue_max) {
-    metrics_.Refused(Limit::kQueue);
-    return absl::ResourceExhaustedError(absl::StrCat("queue_max: ", in_flight_, " operations wait or run; try again"));
+  if (in_flight_ >= options_.queue_max) return full(Limit::kQueue, in_flight_, "");
+  if (account != nullptr && account->in_flight >= options_.queue_per_principal_max) {
+    return full(Limit::kQueuePerPrincipal, account->in_flight, " of this user");
   }
-  if (lane != nullptr && lane->in_flight >= options_.queue_per_session_max) {
-    metrics_.Refused(Limit::kQueuePerSession);
-    return absl::ResourceExhaustedError(
-        absl::StrCat("queue_per_session_max: ", lane->in_flight, " operations of this session wait or run; try again"));
+  if (lane != nullptr && lane->in_flight() >= options_.queue_per_session_max) {
+    return full(Limit::kQueuePerSession, lane->in_flight(), " of this session");
   }
   ++in_flight_;
-  if (lane != nullptr) ++lane->in_flight;
+  if (account != nullptr) ++account->in_flight;
+  if (lane != nullptr) lane->count.fetch_add(1, std::memory_order_relaxed);
   return absl::OkStatus();
 }
 
-void Executor::Leave(Lane* lane) {
+void Executor::Leave(Lane* lane, Account* account) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (lane != nullptr) --lane->in_flight;
+  if (lane != nullptr) lane->count.fetch_sub(1, std::memory_order_relaxed);
+  if (account != nullptr) --account->in_flight;
   if (--in_flight_ == 0) idle_.notify_all();
 }
 
@@ -161,6 +173,7 @@ void Executor::Submit(Operation operation) {
   pending->operation = std::move(operation);
   Operation& op = pending->operation;
   pending->lane = op.session == nullptr ? nullptr : static_cast<Lane*>(op.session->lane());
+  if (op.account == nullptr && op.session != nullptr) op.account = op.session->account();
 
   const Clock::time_point plan_start = Clock::now();
   const absl::StatusOr<Choice> choice = Choose(op);
@@ -174,7 +187,8 @@ void Executor::Submit(Operation operation) {
   pending->report.backend = choice->server.facts->backend;
   pending->report.flops = op.gemm.Flops();
 
-  if (absl::Status status = Admit(pending->lane); !status.ok()) return op.done(status, pending->report);
+  if (absl::Status status = Admit(pending->lane, pending->account()); !status.ok())
+    return op.done(status, pending->report);
   metrics_.OperationAccepted();
   if (op.gemm.Empty()) return Finish(*pending, JobResult{});
 
@@ -224,7 +238,7 @@ void Executor::Finish(Pending& pending, const JobResult& result) {
                               .flops = report.flops});
   // Before the answer: whoever has it may look at references at once, or send the next call into a full queue.
   pending.operation.gemm.pins.clear();
-  Leave(pending.lane);
+  Leave(pending.lane, pending.account());
   pending.operation.done(result.status, report);
 }
 

@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -40,6 +41,7 @@ struct OperationReport {
 struct Operation {
   BoundGemm gemm;
   std::shared_ptr<Session> session;         // null for calls without one
+  std::shared_ptr<Account> account;         // whose place in the queue it takes; null: the session's, or nobody's
   std::optional<kernels::Backend> backend;  // strict; nullopt = the default
   // Asked right before the launch: CANCELLED or DEADLINE_EXCEEDED drops the operation.
   std::function<absl::Status()> still_wanted;
@@ -51,6 +53,7 @@ struct Operation {
 struct ExecutorOptions {
   std::int64_t queue_max = 0;              // operations of all sessions, waiting or running
   std::int64_t queue_per_session_max = 0;  // of one
+  std::int64_t queue_per_principal_max = std::numeric_limits<std::int64_t>::max();
   // Why a backend that the build has is not there; for operators and callers.
   std::map<kernels::Backend, std::string> unavailable = {};
 };
@@ -100,8 +103,8 @@ class Executor {
   absl::StatusOr<Choice> Choose(const Operation& operation) const;
   absl::StatusOr<Choice> TryServer(const Server& server, const planner::GemmProblem& problem,
                                    const BoundGemm& gemm) const;
-  absl::Status Admit(Lane* lane);
-  void Leave(Lane* lane);
+  absl::Status Admit(Lane* lane, Account* account);
+  void Leave(Lane* lane, Account* account);
   void Enqueue(const std::shared_ptr<Pending>& pending);
   void Finish(Pending& pending, const JobResult& result);
 

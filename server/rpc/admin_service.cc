@@ -6,7 +6,9 @@
 
 #include <chrono>
 
+#include "common/status_macros.h"
 #include "common/text.h"
+#include "server/rpc/session_name.h"
 #include "server/telemetry/log.h"
 
 namespace tessera::server {
@@ -40,11 +42,14 @@ grpc::ServerUnaryReactor* AdminService::ServerInfo(grpc::CallbackServerContext* 
     reply->set_message_bytes_max(static_cast<std::uint64_t>(scope_.settings.message_bytes_max));
     reply->set_sessions(static_cast<std::uint32_t>(counts.sessions));
     reply->set_buffers(static_cast<std::uint32_t>(counts.buffers));
-    reply->set_buffer_bytes(counts.bytes_mapped);
+    reply->set_buffer_bytes(counts.bytes_held);
+    reply->set_sessions_ending(static_cast<std::uint32_t>(counts.ending));
+    reply->set_quarantined(static_cast<std::uint32_t>(counts.quarantined + admin_.cleanups_stuck()));
     reply->set_in_flight(executor_.in_flight());
     reply->set_principal(peer.Principal());
     reply->set_administrator(scope_.IsAdministrator(peer));
     reply->set_log_level(LogLevel());
+    reply->set_restarts(admin_.restarts);
     return absl::OkStatus();
   });
 }
@@ -75,6 +80,19 @@ grpc::ServerUnaryReactor* AdminService::SetLogLevel(grpc::CallbackServerContext*
     if (!previous.ok()) return InField("level", previous.status());
     spdlog::info("log level {} -> {} by {}", *previous, request->level(), peer.Principal());
     reply->set_previous(*std::move(previous));
+    return absl::OkStatus();
+  });
+}
+
+grpc::ServerUnaryReactor* AdminService::EndSession(grpc::CallbackServerContext* context,
+                                                   const v1::EndSessionRequest* request, v1::EndSessionReply* reply) {
+  return Answer(context, scope_, RpcMethod::kAdminEndSession, [&](const Peer& peer) -> absl::Status {
+    ASSIGN_OR_RETURN(const SessionName name, ParseSessionName(request->name(), "name"));
+    const absl::StatusOr<std::size_t> released =
+        scope_.sessions.EndSession(name.index, name.generation, SessionEnd::kEvicted);
+    if (!released.ok()) return InField("name", released.status());
+    spdlog::info("session {} ended by {}", request->name(), peer.Principal());
+    reply->set_buffers_released(static_cast<std::uint32_t>(*released));
     return absl::OkStatus();
   });
 }

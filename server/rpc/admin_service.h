@@ -19,9 +19,11 @@ struct AdminScope {
   std::string http_address;
   std::string tcp_address;
   IsolationMode isolation = IsolationMode::kNone;
+  std::uint32_t restarts = 0;
   std::vector<SettingValue> setting_report;
   std::chrono::steady_clock::time_point started = std::chrono::steady_clock::now();
   std::function<bool()> draining;
+  std::function<std::size_t()> cleanups_stuck;
   std::function<void()> drain;
 };
 
@@ -36,6 +38,8 @@ class AdminService final : public v1::Admin::CallbackService {
                                       v1::GetConfigReply* reply) override;
   grpc::ServerUnaryReactor* SetLogLevel(grpc::CallbackServerContext* context, const v1::SetLogLevelRequest* request,
                                         v1::SetLogLevelReply* reply) override;
+  grpc::ServerUnaryReactor* EndSession(grpc::CallbackServerContext* context, const v1::EndSessionRequest* request,
+                                       v1::EndSessionReply* reply) override;
   grpc::ServerUnaryReactor* Drain(grpc::CallbackServerContext* context, const v1::DrainRequest* request,
                                   v1::DrainReply* reply) override;
 

@@ -44,6 +44,7 @@ class GemmReactor final : public grpc::ServerUnaryReactor {
     ASSIGN_OR_RETURN(const Peer peer, scope_.Admit(context_, RpcMethod::kComputeGemm));
     Operation operation;
     ASSIGN_OR_RETURN(operation.session, scope_.SessionOf(context_, peer));
+    if (operation.session == nullptr) operation.account = scope_.sessions.AccountOf(peer);
     ASSIGN_OR_RETURN(const bool profile, BindOperation(scope_, request_.op(), request_.options(),
                                                        reply_.mutable_inline_result(), operation));
     operation.still_wanted = [this] { return StillWanted(context_, cancelled_); };

@@ -97,6 +97,7 @@ class ComputeStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
     ASSIGN_OR_RETURN(const std::shared_ptr<Session> session, scope_.SessionOf(context_, peer));
     has_session_ = session != nullptr;
     session_ = session;
+    account_ = scope_.sessions.AccountOf(peer);
     return absl::OkStatus();
   }
 
@@ -116,10 +117,11 @@ class ComputeStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
   // Decode, bind, hand over. An error means that nothing was handed over.
   absl::Status Submit(const std::shared_ptr<Item>& item) {
     const v1::Submission& submission = item->request.submission();
-    Operation operation{.session = session_.lock()};
+    Operation operation{.session = session_.lock(), .account = account_};
     if (has_session_ && (operation.session == nullptr || operation.session->ended())) {
       return absl::NotFoundError(absl::StrCat("metadata ", kSessionMetadata, ": the session has ended"));
     }
+    if (has_session_) operation.session->Touch();
     ASSIGN_OR_RETURN(const v1::GemmOp* op, TheOp(submission));
     ASSIGN_OR_RETURN(const bool profile, BindOperation(scope_, *op, submission.options(),
                                                        item->reply.add_results()->mutable_inline_result(), operation));
@@ -180,6 +182,7 @@ class ComputeStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
   Executor& executor_;
   bool has_session_ = false;
   std::weak_ptr<Session> session_;  // a call that idles keeps no session from ending
+  std::shared_ptr<Account> account_;
   std::atomic<bool> cancelled_{false};
   grpc::ByteBuffer message_;  // of the read under way, or the one that OnReadDone takes up
 

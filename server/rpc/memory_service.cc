@@ -1,10 +1,16 @@
 #include "server/rpc/memory_service.h"
 
+#include <algorithm>
 #include <chrono>
 #include <memory>
+#include <optional>
+#include <string>
 
+#include "absl/strings/str_cat.h"
 #include "common/status_macros.h"
 #include "common/text.h"
+#include "server/rpc/attach.h"
+#include "server/rpc/session_name.h"
 
 namespace tessera::server {
 namespace {
@@ -49,16 +55,102 @@ void FillReply(const SessionTable::NewBuffer& buffer, Reply& reply) {
   reply.set_space(buffer.space.Name());
 }
 
+std::uint64_t InMilliseconds(std::chrono::steady_clock::duration duration) {
+  return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(duration).count());
+}
+
 void FillInfo(const BufferRow& row, v1::BufferInfo& info) {
   info.set_buffer_id(row.id.Bytes());
   info.set_origin(row.origin == BufferOrigin::kImported ? v1::BUFFER_ORIGIN_IMPORTED : v1::BUFFER_ORIGIN_ALLOCATED);
   info.set_space(row.space.Name());
   info.set_bytes(row.bytes);
   info.set_references(row.users);
-  info.set_age_ms(static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(row.age).count()));
+  info.set_age_ms(InMilliseconds(row.age));
   info.set_principal(row.owner.Principal());
   info.set_owner_pid(row.owner.pid);
   info.set_session_label(row.session_label);
+  info.set_session(ToString(SessionName::Of(row.session)));
+  for (const BufferShare& share : row.shares) {
+    v1::BufferShare& to = *info.add_shares();
+    to.set_principal(share.principal);
+    to.set_access(share.access == BufferAccess::kRead ? v1::BUFFER_ACCESS_READ : v1::BUFFER_ACCESS_READ_WRITE);
+  }
+}
+
+v1::LeaseKind ToWire(LeaseKind kind) {
+  switch (kind) {
+    case LeaseKind::kSideChannel:
+      return v1::LEASE_KIND_SIDE_CHANNEL;
+    case LeaseKind::kAttach:
+      return v1::LEASE_KIND_ATTACH;
+    case LeaseKind::kTtl:
+      return v1::LEASE_KIND_TTL;
+  }
+  return v1::LEASE_KIND_UNSPECIFIED;
+}
+
+v1::SessionState ToWire(SessionState state) {
+  switch (state) {
+    case SessionState::kOpen:
+      return v1::SESSION_STATE_OPEN;
+    case SessionState::kEnding:
+      return v1::SESSION_STATE_ENDING;
+    case SessionState::kQuarantined:
+      return v1::SESSION_STATE_QUARANTINED;
+  }
+  return v1::SESSION_STATE_UNSPECIFIED;
+}
+
+void FillInfo(const SessionRow& row, v1::SessionInfo& info) {
+  info.set_name(ToString(SessionName::Of(row.id)));
+  info.set_label(row.label);
+  info.set_principal(row.owner.Principal());
+  info.set_owner_pid(row.owner.pid);
+  info.set_lease(ToWire(row.lease));
+  info.set_ttl_ms(InMilliseconds(row.ttl_left));
+  info.set_state(ToWire(row.state));
+  if (row.end.has_value()) info.set_end_reason(std::string(LabelText(*row.end)));
+  info.set_age_ms(InMilliseconds(row.age));
+  info.set_idle_ms(InMilliseconds(row.idle));
+  info.set_buffers(static_cast<std::uint32_t>(row.memory.buffers));
+  info.set_bytes(row.memory.bytes);
+  info.set_in_flight(static_cast<std::uint32_t>(row.in_flight));
+}
+
+std::chrono::milliseconds TtlOf(std::uint64_t milliseconds) {
+  constexpr std::uint64_t kRepresentable = std::uint64_t{1} << 50U;  // far beyond what the setting allows
+  return std::chrono::milliseconds(static_cast<std::int64_t>(std::min(milliseconds, kRepresentable)));
+}
+
+// Whose rows a list has: the caller's, or everybody's for an administrator.
+absl::StatusOr<SessionTable::Includes> Listed(const RpcScope& scope, const Peer& peer, bool all) {
+  if (all) {
+    RETURN_IF_ERROR(scope.RequireAdministrator(peer));
+    return [](const Peer& /*owner*/) { return true; };
+  }
+  return [peer](const Peer& owner) { return SamePrincipal(owner, peer); };
+}
+
+constexpr std::uint32_t kPageMax = 1000;
+
+std::size_t PageLimit(std::uint32_t asked) {
+  return asked == 0 ? kPageMax : std::min(asked, kPageMax);
+}
+
+// nullopt revokes.
+absl::StatusOr<std::optional<BufferAccess>> AccessOf(v1::BufferAccess access) {
+  switch (access) {
+    case v1::BUFFER_ACCESS_NONE:
+      return std::optional<BufferAccess>();
+    case v1::BUFFER_ACCESS_READ:
+      return BufferAccess::kRead;
+    case v1::BUFFER_ACCESS_READ_WRITE:
+      return BufferAccess::kReadWrite;
+    default:
+      break;
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("access: ", static_cast<int>(access), "; must be NONE, READ or READ_WRITE"));
 }
 
 }  // namespace
@@ -67,9 +159,17 @@ grpc::ServerUnaryReactor* MemoryService::OpenSession(grpc::CallbackServerContext
                                                      const v1::OpenSessionRequest* request,
                                                      v1::OpenSessionReply* reply) {
   return Answer(context, scope_, RpcMethod::kMemoryOpenSession, [&](const Peer& peer) -> absl::Status {
+    if (request->ttl_ms() != 0) {
+      if (!request->lease().empty())
+        return absl::InvalidArgumentError("ttl_ms: a session has a lease or a time to live");
+      ASSIGN_OR_RETURN(const Id token, scope_.sessions.OpenSession(peer, TtlOf(request->ttl_ms()), request->label()));
+      reply->set_token(token.Bytes());
+      return absl::OkStatus();
+    }
     if (request->lease().empty()) {
       return absl::InvalidArgumentError(
-          "lease: missing; connect to the side channel (ServerInfo.side_channel) and take it from the Welcome");
+          "lease: missing; connect to the side channel (ServerInfo.side_channel) and take it from the Welcome, or from "
+          "Attach, or give a ttl_ms");
     }
     ASSIGN_OR_RETURN(const Id lease, ParseId(request->lease(), "lease"));
     ASSIGN_OR_RETURN(const Id token, scope_.sessions.OpenSession(peer, lease, request->label()));
@@ -78,13 +178,47 @@ grpc::ServerUnaryReactor* MemoryService::OpenSession(grpc::CallbackServerContext
   });
 }
 
+grpc::ServerWriteReactor<v1::AttachReply>* MemoryService::Attach(grpc::CallbackServerContext* context,
+                                                                 const v1::AttachRequest* /*request*/) {
+  return ServeAttach(*context, scope_);
+}
+
+grpc::ServerUnaryReactor* MemoryService::KeepAlive(grpc::CallbackServerContext* context,
+                                                   const v1::KeepAliveRequest* /*request*/, v1::KeepAliveReply* reply) {
+  return Answer(context, scope_, RpcMethod::kMemoryKeepAlive, [&](const Peer& peer) -> absl::Status {
+    ASSIGN_OR_RETURN(const std::shared_ptr<Session> session, scope_.RequireSession(*context, peer));
+    ASSIGN_OR_RETURN(const std::chrono::milliseconds ttl, scope_.sessions.KeepAlive(*session));
+    reply->set_ttl_ms(static_cast<std::uint64_t>(ttl.count()));
+    return absl::OkStatus();
+  });
+}
+
 grpc::ServerUnaryReactor* MemoryService::CloseSession(grpc::CallbackServerContext* context,
                                                       const v1::CloseSessionRequest* /*request*/,
                                                       v1::CloseSessionReply* reply) {
-  return Answer(context, scope_, RpcMethod::kMemoryCloseSession, [&](const Peer& peer) -> absl::Status {
-    ASSIGN_OR_RETURN(const std::shared_ptr<Session> session, scope_.RequireSession(*context, peer));
-    ASSIGN_OR_RETURN(const std::size_t released, scope_.sessions.EndSession(session->id(), SessionEnd::kClosed));
-    reply->set_buffers_released(static_cast<std::uint32_t>(released));
+  return AnswerWhenGone(
+      context, scope_, RpcMethod::kMemoryCloseSession, [&](const Peer& peer, const GoneToken& gone) -> absl::Status {
+        ASSIGN_OR_RETURN(const std::shared_ptr<Session> session, scope_.RequireSession(*context, peer));
+        ASSIGN_OR_RETURN(const std::size_t released,
+                         scope_.sessions.EndSession(session->id(), SessionEnd::kClosed, gone));
+        reply->set_buffers_released(static_cast<std::uint32_t>(released));
+        return absl::OkStatus();
+      });
+}
+
+grpc::ServerUnaryReactor* MemoryService::ListSessions(grpc::CallbackServerContext* context,
+                                                      const v1::ListSessionsRequest* request,
+                                                      v1::ListSessionsReply* reply) {
+  return Answer(context, scope_, RpcMethod::kMemoryListSessions, [&](const Peer& peer) -> absl::Status {
+    PageRequest page{.after = std::nullopt, .limit = PageLimit(request->limit())};
+    if (!request->after().empty()) {
+      ASSIGN_OR_RETURN(const SessionName after, ParseSessionName(request->after(), "after"));
+      page.after = Id{.index = after.index, .generation = after.generation};
+    }
+    ASSIGN_OR_RETURN(const SessionTable::Includes include, Listed(scope_, peer, request->all_principals()));
+    const Page<SessionRow> sessions = scope_.sessions.ListSessions(include, page);
+    for (const SessionRow& row : sessions.rows) FillInfo(row, *reply->add_sessions());
+    reply->set_more(sessions.more);
     return absl::OkStatus();
   });
 }
@@ -115,10 +249,25 @@ grpc::ServerUnaryReactor* MemoryService::AllocateBuffer(grpc::CallbackServerCont
 grpc::ServerUnaryReactor* MemoryService::ReleaseBuffer(grpc::CallbackServerContext* context,
                                                        const v1::ReleaseBufferRequest* request,
                                                        v1::ReleaseBufferReply* /*reply*/) {
-  return Answer(context, scope_, RpcMethod::kMemoryReleaseBuffer, [&](const Peer& peer) -> absl::Status {
+  return AnswerWhenGone(
+      context, scope_, RpcMethod::kMemoryReleaseBuffer, [&](const Peer& peer, const GoneToken& gone) -> absl::Status {
+        ASSIGN_OR_RETURN(const std::shared_ptr<Session> session, scope_.RequireSession(*context, peer));
+        ASSIGN_OR_RETURN(const Id buffer, ParseId(request->buffer_id(), "buffer_id"));
+        return InField("buffer_id", scope_.sessions.ReleaseBuffer(*session, buffer, gone));
+      });
+}
+
+grpc::ServerUnaryReactor* MemoryService::ShareBuffer(grpc::CallbackServerContext* context,
+                                                     const v1::ShareBufferRequest* request,
+                                                     v1::ShareBufferReply* reply) {
+  return Answer(context, scope_, RpcMethod::kMemoryShareBuffer, [&](const Peer& peer) -> absl::Status {
     ASSIGN_OR_RETURN(const std::shared_ptr<Session> session, scope_.RequireSession(*context, peer));
     ASSIGN_OR_RETURN(const Id buffer, ParseId(request->buffer_id(), "buffer_id"));
-    return InField("buffer_id", scope_.sessions.ReleaseBuffer(*session, buffer));
+    ASSIGN_OR_RETURN(const std::optional<BufferAccess> access, AccessOf(request->access()));
+    const std::string principal = request->principal().empty() ? peer.Principal() : request->principal();
+    ASSIGN_OR_RETURN(const std::uint32_t users, scope_.sessions.ShareBuffer(*session, buffer, principal, access));
+    reply->set_references(users);
+    return absl::OkStatus();
   });
 }
 
@@ -126,9 +275,14 @@ grpc::ServerUnaryReactor* MemoryService::ListBuffers(grpc::CallbackServerContext
                                                      const v1::ListBuffersRequest* request,
                                                      v1::ListBuffersReply* reply) {
   return Answer(context, scope_, RpcMethod::kMemoryListBuffers, [&](const Peer& peer) -> absl::Status {
-    if (request->all_principals()) RETURN_IF_ERROR(scope_.RequireAdministrator(peer));
-    const auto include = [&](const Peer& owner) { return request->all_principals() || SamePrincipal(owner, peer); };
-    for (const BufferRow& row : scope_.sessions.ListBuffers(include)) FillInfo(row, *reply->add_buffers());
+    PageRequest page{.after = std::nullopt, .limit = PageLimit(request->limit())};
+    if (!request->after().empty()) {
+      ASSIGN_OR_RETURN(page.after, ParseId(request->after(), "after"));
+    }
+    ASSIGN_OR_RETURN(const SessionTable::Includes include, Listed(scope_, peer, request->all_principals()));
+    const Page<BufferRow> buffers = scope_.sessions.ListBuffers(include, peer.Principal(), page);
+    for (const BufferRow& row : buffers.rows) FillInfo(row, *reply->add_buffers());
+    reply->set_more(buffers.more);
     return absl::OkStatus();
   });
 }

@@ -12,6 +12,10 @@ class MemoryService final : public v1::Memory::CallbackService {
 
   grpc::ServerUnaryReactor* OpenSession(grpc::CallbackServerContext* context, const v1::OpenSessionRequest* request,
                                         v1::OpenSessionReply* reply) override;
+  grpc::ServerWriteReactor<v1::AttachReply>* Attach(grpc::CallbackServerContext* context,
+                                                    const v1::AttachRequest* request) override;
+  grpc::ServerUnaryReactor* KeepAlive(grpc::CallbackServerContext* context, const v1::KeepAliveRequest* request,
+                                      v1::KeepAliveReply* reply) override;
   grpc::ServerUnaryReactor* CloseSession(grpc::CallbackServerContext* context, const v1::CloseSessionRequest* request,
                                          v1::CloseSessionReply* reply) override;
   grpc::ServerUnaryReactor* ImportBuffer(grpc::CallbackServerContext* context, const v1::ImportBufferRequest* request,
@@ -21,6 +25,10 @@ class MemoryService final : public v1::Memory::CallbackService {
                                            v1::AllocateBufferReply* reply) override;
   grpc::ServerUnaryReactor* ReleaseBuffer(grpc::CallbackServerContext* context, const v1::ReleaseBufferRequest* request,
                                           v1::ReleaseBufferReply* reply) override;
+  grpc::ServerUnaryReactor* ListSessions(grpc::CallbackServerContext* context, const v1::ListSessionsRequest* request,
+                                         v1::ListSessionsReply* reply) override;
+  grpc::ServerUnaryReactor* ShareBuffer(grpc::CallbackServerContext* context, const v1::ShareBufferRequest* request,
+                                        v1::ShareBufferReply* reply) override;
   grpc::ServerUnaryReactor* ListBuffers(grpc::CallbackServerContext* context, const v1::ListBuffersRequest* request,
                                         v1::ListBuffersReply* reply) override;
 

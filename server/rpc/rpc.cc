@@ -42,14 +42,19 @@ Access AccessOf(RpcMethod method) {
     case RpcMethod::kAdminServerInfo:
       return Access::kAnyone;
     case RpcMethod::kMemoryOpenSession:
+    case RpcMethod::kMemoryAttach:
+    case RpcMethod::kMemoryKeepAlive:
     case RpcMethod::kMemoryCloseSession:
+    case RpcMethod::kMemoryListSessions:
     case RpcMethod::kMemoryImportBuffer:
     case RpcMethod::kMemoryAllocateBuffer:
     case RpcMethod::kMemoryReleaseBuffer:
+    case RpcMethod::kMemoryShareBuffer:
     case RpcMethod::kMemoryListBuffers:
       return Access::kNode;
     case RpcMethod::kAdminGetConfig:
     case RpcMethod::kAdminSetLogLevel:
+    case RpcMethod::kAdminEndSession:
     case RpcMethod::kAdminDrain:
       break;
   }

@@ -64,4 +64,24 @@ grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context, RpcScope&
   return reactor;
 }
 
+// The same for a handler whose work goes on after it has returned: it passes on the token that it gets, and the call is
+// answered once nobody holds that any more. A refusal is answered at once.
+template <typename Handler>
+grpc::ServerUnaryReactor* AnswerWhenGone(grpc::CallbackServerContext* context, RpcScope& scope, RpcMethod method,
+                                         Handler handle) {
+  const auto start = std::chrono::steady_clock::now();
+  grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+  const auto finish = [&scope, method, start, reactor](const absl::Status& status) {
+    scope.Finished(method, status, start);
+    reactor->Finish(ToGrpc(status));
+  };
+  // The deleter needs an object to be called for; it may run on any thread.
+  auto answer = std::make_shared<absl::Status>();
+  GoneToken gone(answer.get(), [answer, finish](const void*) { finish(*answer); });
+  const absl::StatusOr<Peer> peer = scope.Admit(*context, method);
+  *answer = peer.ok() ? handle(*peer, gone) : peer.status();
+  gone.reset();
+  return reactor;
+}
+
 }  // namespace tessera::server

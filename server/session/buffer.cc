@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <limits>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -96,49 +97,14 @@ MemoryKey KeyOf(const Mapping& device_mapping) {
 
 }  // namespace
 
-ByteBudget::ByteBudget(Limit limit, std::uint64_t bytes_max, Metrics& metrics, std::shared_ptr<ByteBudget> parent)
-    : limit_(limit), bytes_max_(bytes_max), metrics_(metrics), parent_(std::move(parent)) {}
-
-absl::Status ByteBudget::Reserve(std::uint64_t bytes) {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (bytes > bytes_max_ - used_) {
-      metrics_.Refused(limit_);
-      return absl::ResourceExhaustedError(absl::StrCat(Av(LabelText(limit_)), ": ", bytes, " bytes asked for, ",
-                                                       bytes_max_ - used_, " of ", bytes_max_, " left"));
-    }
-    used_ += bytes;
-  }
-  if (parent_ == nullptr) return absl::OkStatus();
-  absl::Status status = parent_->Reserve(bytes);
-  if (!status.ok()) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    used_ -= bytes;
-  }
-  return status;
-}
-
-void ByteBudget::Return(std::uint64_t bytes) {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    used_ -= bytes;
-  }
-  if (parent_ != nullptr) parent_->Return(bytes);
-}
-
-std::uint64_t ByteBudget::used() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return used_;
-}
-
 absl::StatusOr<std::shared_ptr<Buffer>> Buffer::Import(UniqueFd fd, std::uint64_t byte_offset, std::uint64_t bytes,
-                                                       std::shared_ptr<ByteBudget> budget) {
+                                                       const BufferHome& home) {
   RETURN_IF_ERROR(CheckMemfd(fd.get()));
   struct stat file {};
   if (::fstat(fd.get(), &file) != 0) return ErrnoStatus(absl::StatusCode::kInvalidArgument, "descriptor: fstat");
   ASSIGN_OR_RETURN(bytes, BytesWithin("memfd", static_cast<std::uint64_t>(file.st_size), byte_offset, bytes));
-  RETURN_IF_ERROR(budget->Reserve(bytes));
-  std::shared_ptr<Buffer> buffer(new Buffer(bytes, BufferOrigin::kImported, std::move(budget), bytes));
+  ASSIGN_OR_RETURN(Reservation reservation, Reservation::Make(home.budget, bytes));
+  std::shared_ptr<Buffer> buffer(new Buffer(bytes, BufferOrigin::kImported, *home.reaper, std::move(reservation)));
   ASSIGN_OR_RETURN(buffer->mapping_, MemfdMapping::Map(fd.get(), byte_offset, bytes, UniqueFd()));
   buffer->data_ = buffer->mapping_->data();
   buffer->memory_ = {.device = file.st_dev, .inode = file.st_ino};
@@ -146,10 +112,10 @@ absl::StatusOr<std::shared_ptr<Buffer>> Buffer::Import(UniqueFd fd, std::uint64_
   return buffer;
 }
 
-absl::StatusOr<std::shared_ptr<Buffer>> Buffer::Allocate(std::uint64_t bytes, std::shared_ptr<ByteBudget> budget) {
+absl::StatusOr<std::shared_ptr<Buffer>> Buffer::Allocate(std::uint64_t bytes, const BufferHome& home) {
   if (bytes == 0) return absl::InvalidArgumentError("bytes: must be at least 1");
-  RETURN_IF_ERROR(budget->Reserve(bytes));
-  std::shared_ptr<Buffer> buffer(new Buffer(bytes, BufferOrigin::kAllocated, std::move(budget), bytes));
+  ASSIGN_OR_RETURN(Reservation reservation, Reservation::Make(home.budget, bytes));
+  std::shared_ptr<Buffer> buffer(new Buffer(bytes, BufferOrigin::kAllocated, *home.reaper, std::move(reservation)));
   UniqueFd fd(::memfd_create("tessera-buffer", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) return ErrnoStatus(absl::StatusCode::kResourceExhausted, "memfd_create");
   const bool countable = bytes <= static_cast<std::uint64_t>(std::numeric_limits<off_t>::max());
@@ -170,11 +136,11 @@ absl::StatusOr<std::shared_ptr<Buffer>> Buffer::Allocate(std::uint64_t bytes, st
 }
 
 absl::StatusOr<std::shared_ptr<Buffer>> Buffer::AllocateOn(DeviceMemory& device, std::uint64_t bytes,
-                                                           std::shared_ptr<ByteBudget> budget) {
+                                                           const BufferHome& home) {
   if (bytes == 0) return absl::InvalidArgumentError("bytes: must be at least 1");
   const std::uint64_t allocated = AllocationBytes(bytes, device.granularity());
-  RETURN_IF_ERROR(budget->Reserve(allocated));
-  std::shared_ptr<Buffer> buffer(new Buffer(bytes, BufferOrigin::kAllocated, std::move(budget), allocated));
+  ASSIGN_OR_RETURN(Reservation reservation, Reservation::Make(home.budget, allocated));
+  std::shared_ptr<Buffer> buffer(new Buffer(bytes, BufferOrigin::kAllocated, *home.reaper, std::move(reservation)));
   ASSIGN_OR_RETURN(buffer->mapping_, device.Allocate(allocated));
   buffer->space_ = MemorySpace::Gpu(device.uuid());
   buffer->data_ = buffer->mapping_->data();
@@ -184,10 +150,10 @@ absl::StatusOr<std::shared_ptr<Buffer>> Buffer::AllocateOn(DeviceMemory& device,
 
 absl::StatusOr<std::shared_ptr<Buffer>> Buffer::Show(std::shared_ptr<Mapping> allocation, MemorySpace space,
                                                      std::uint64_t byte_offset, std::uint64_t bytes,
-                                                     std::shared_ptr<ByteBudget> budget) {
+                                                     const BufferHome& home) {
   ASSIGN_OR_RETURN(bytes, BytesWithin("allocation", allocation->bytes(), byte_offset, bytes));
-  RETURN_IF_ERROR(budget->Reserve(bytes));
-  std::shared_ptr<Buffer> buffer(new Buffer(bytes, BufferOrigin::kImported, std::move(budget), bytes));
+  ASSIGN_OR_RETURN(Reservation reservation, Reservation::Make(home.budget, bytes));
+  std::shared_ptr<Buffer> buffer(new Buffer(bytes, BufferOrigin::kImported, *home.reaper, std::move(reservation)));
   buffer->mapping_ = std::move(allocation);
   buffer->space_ = std::move(space);
   buffer->data_ = buffer->mapping_->data() + byte_offset;
@@ -197,8 +163,13 @@ absl::StatusOr<std::shared_ptr<Buffer>> Buffer::Show(std::shared_ptr<Mapping> al
 }
 
 Buffer::~Buffer() {
-  mapping_.reset();  // before its bytes may be given to somebody else
-  budget_->Return(reserved_);
+  if (mapping_ == nullptr) return;  // it never came to be
+  reaper_.Post([mapping = std::move(mapping_), reservation = std::make_optional(std::move(reservation_)),
+                gone = std::move(gone_)]() mutable {
+    mapping.reset();
+    reservation.reset();  // not before: its bytes may be given to somebody else
+    gone.reset();
+  });
 }
 
 BufferPin::BufferPin(std::shared_ptr<Buffer> buffer) : buffer_(std::move(buffer)) {

@@ -6,36 +6,26 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 
 #include "absl/status/statusor.h"
 #include "common/unique_fd.h"
+#include "server/session/budget.h"
 #include "server/session/device_memory.h"
+#include "server/session/reaper.h"
 #include "server/telemetry/metrics.h"
 
 namespace tessera::server {
 
-// Bytes that a limit allows, reserved before memory is mapped and returned when the mapping is gone. Thread-safe.
-class ByteBudget {
- public:
-  // `limit` names the setting that an operator would raise. `parent` (may be null) must agree, too.
-  ByteBudget(Limit limit, std::uint64_t bytes_max, Metrics& metrics, std::shared_ptr<ByteBudget> parent);
-
-  // RESOURCE_EXHAUSTED naming the limit.
-  absl::Status Reserve(std::uint64_t bytes);
-  void Return(std::uint64_t bytes);
-  std::uint64_t used() const;
-
- private:
-  const Limit limit_;
-  const std::uint64_t bytes_max_;
-  Metrics& metrics_;
-  const std::shared_ptr<ByteBudget> parent_;
-  mutable std::mutex mutex_;
-  std::uint64_t used_ = 0;
+// What a buffer needs beside its memory; all of it outlives the buffer but the budget, which it shares.
+struct BufferHome {
+  std::shared_ptr<MemoryBudget> budget;
+  Reaper* reaper = nullptr;
 };
+
+// Exists until the daemon has let go of what its holders stand for; its deleter tells whoever waits for that.
+using GoneToken = std::shared_ptr<const void>;
 
 // Which physical memory a mapping shows. Two buffers over the same memfd have the same key, whoever imported them; so
 // have two buffers over the same GPU allocation of one session, whose mapping they share (ImportCache).
@@ -45,27 +35,28 @@ struct MemoryKey {
   friend bool operator==(const MemoryKey&, const MemoryKey&) = default;
 };
 
-// A range of one mapping. Immutable but for its user count; freed with its last shared_ptr.
+// A range of one mapping. Immutable but for its user count. With its last shared_ptr its memory goes to the reaper,
+// which unmaps it, gives its bytes back to the budget and lets go of its tokens, in this order.
 class Buffer {
  public:
   // Maps [byte_offset, byte_offset + bytes) of a client's memfd; bytes 0 = to its end. INVALID_ARGUMENT if the
   // descriptor is not a memfd that is sealed against shrinking and open for writing, RESOURCE_EXHAUSTED over budget.
   static absl::StatusOr<std::shared_ptr<Buffer>> Import(UniqueFd fd, std::uint64_t byte_offset, std::uint64_t bytes,
-                                                        std::shared_ptr<ByteBudget> budget);
+                                                        const BufferHome& home);
 
   // New zeroed memory in a sealed memfd that can be handed to the client.
-  static absl::StatusOr<std::shared_ptr<Buffer>> Allocate(std::uint64_t bytes, std::shared_ptr<ByteBudget> budget);
+  static absl::StatusOr<std::shared_ptr<Buffer>> Allocate(std::uint64_t bytes, const BufferHome& home);
 
   // New zeroed memory of a GPU that can be handed to the client. The budget pays for the whole allocation, which is
   // rounded up to the GPU's granularity.
   static absl::StatusOr<std::shared_ptr<Buffer>> AllocateOn(DeviceMemory& device, std::uint64_t bytes,
-                                                            std::shared_ptr<ByteBudget> budget);
+                                                            const BufferHome& home);
 
   // [byte_offset, byte_offset + bytes) of a client's GPU allocation; bytes 0 = to its end. INVALID_ARGUMENT if the
   // allocation does not have them, RESOURCE_EXHAUSTED over budget.
   static absl::StatusOr<std::shared_ptr<Buffer>> Show(std::shared_ptr<Mapping> allocation, MemorySpace space,
                                                       std::uint64_t byte_offset, std::uint64_t bytes,
-                                                      std::shared_ptr<ByteBudget> budget);
+                                                      const BufferHome& home);
 
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
@@ -81,22 +72,26 @@ class Buffer {
   int fd() const { return mapping_->fd(); }                       // -1 for imported memory
   std::chrono::steady_clock::time_point created() const { return created_; }
 
+  // Held until the memory is gone. By one thread, before it lets go of the buffer.
+  void HoldUntilGone(GoneToken token) { gone_ = std::move(token); }
+
   std::uint32_t users() const { return users_.load(std::memory_order_relaxed); }
 
  private:
   friend class BufferPin;
-  Buffer(std::uint64_t bytes, BufferOrigin origin, std::shared_ptr<ByteBudget> budget, std::uint64_t reserved)
-      : bytes_(bytes), origin_(origin), budget_(std::move(budget)), reserved_(reserved) {}
+  Buffer(std::uint64_t bytes, BufferOrigin origin, Reaper& reaper, Reservation reservation)
+      : bytes_(bytes), origin_(origin), reaper_(reaper), reservation_(std::move(reservation)) {}
 
   const std::uint64_t bytes_;
   const BufferOrigin origin_;
+  Reaper& reaper_;
+  Reservation reservation_;
   MemorySpace space_;
   std::shared_ptr<Mapping> mapping_;
   std::byte* data_ = nullptr;
   MemoryKey memory_;
   std::uint64_t memory_offset_ = 0;
-  const std::shared_ptr<ByteBudget> budget_;
-  const std::uint64_t reserved_;  // of the budget
+  GoneToken gone_;
   std::chrono::steady_clock::time_point created_ = std::chrono::steady_clock::now();
   std::atomic<std::uint32_t> users_{0};
 };

@@ -59,6 +59,14 @@ class IdTable {
     return removed;
   }
 
+  // Of the entry that is in this slot now, if it is of this generation.
+  std::optional<Id> IdOf(std::uint32_t index, std::uint32_t generation) const {
+    if (index >= slots_.size() || !slots_[index].value.has_value()) return std::nullopt;
+    if (slots_[index].id.generation != generation) return std::nullopt;
+    return slots_[index].id;
+  }
+
+  // In the order of the slots.
   template <typename Visit>
   void ForEach(Visit visit) {
     for (Slot& slot : slots_) {

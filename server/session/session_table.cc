@@ -1,12 +1,11 @@
 #include "server/session/session_table.h"
 
-#include <linux/kcmp.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <utility>
 
+#include <spdlog/spdlog.h>
+
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "common/status_macros.h"
 #include "common/text.h"
@@ -25,68 +24,61 @@ absl::Status CheckLabel(std::string_view label) {
   return absl::OkStatus();
 }
 
-absl::Status CheckAllocationId(std::string_view field, std::uint64_t allocation_id) {
-  if (allocation_id != 0) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(
-      Av(field),
-      ": missing; CU_POINTER_ATTRIBUTE_BUFFER_ID, or any number that this session gives no other allocation"));
+std::uint64_t OrNoLimit(std::uint64_t limit) {
+  return limit == 0 ? kNoLimit : limit;
 }
 
-absl::StatusOr<LegacyHandle> ParseLegacyHandle(const std::string& bytes) {
-  LegacyHandle handle;
-  if (bytes.size() != handle.size()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("cuda_ipc_handle.handle: ", bytes.size(), " bytes; cudaIpcMemHandle_t has ", handle.size()));
-  }
-  std::copy(bytes.begin(), bytes.end(), handle.begin());
-  return handle;
+// Slot first: that is the order in which tables show their entries.
+bool Before(const Id& a, const Id& b) {
+  return a.index != b.index ? a.index < b.index : a.generation < b.generation;
 }
 
-// The driver tells processes apart by PID number alone: a handle of a process with the daemon's own number (both may be
-// 1, each in its container) is taken for the daemon's, and opening it fails.
-absl::Status CheckExporter(const Peer& peer, std::int64_t exporter_pid) {
-  constexpr char kInstead[] = "; use memory that the daemon allocates, or pass cuMemCreate memory as a cuda_descriptor";
-  if (exporter_pid <= 0) {
-    return absl::InvalidArgumentError(
-        "cuda_ipc_handle.exporter_pid: must be getpid() of the process that owns the memory");
+template <typename Row>
+Page<Row> PageOf(std::vector<Row> rows, const PageRequest& request) {
+  std::sort(rows.begin(), rows.end(), [](const Row& a, const Row& b) { return Before(a.id, b.id); });
+  Page<Row> page;
+  for (Row& row : rows) {
+    if (request.after.has_value() && !Before(*request.after, row.id)) continue;
+    page.more = page.rows.size() >= request.limit;
+    if (page.more) break;
+    page.rows.push_back(std::move(row));
   }
-  if (peer.pid == ::getpid()) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "cuda_ipc_handle: a process cannot open its own handle, and you are the daemon's process", kInstead));
-  }
-  if (exporter_pid == ::getpid()) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("cuda_ipc_handle.exporter_pid: ", exporter_pid,
-                     " is the daemon's PID number, too, and the driver refuses such handles", kInstead));
-  }
-  return absl::OkStatus();
+  return page;
 }
 
-bool SameOpenFile(int a, int b) {
-  const pid_t self = ::getpid();
-  return ::syscall(SYS_kcmp, self, self, KCMP_FILE, a, b) == 0;  // where it is not permitted: not known to be the same
+std::chrono::milliseconds Milliseconds(std::chrono::steady_clock::duration duration) {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(duration);
+}
+
+// uid:1000, or subject:... of a certificate: as ServerInfo tells callers.
+absl::Status CheckPrincipal(const std::string& principal) {
+  constexpr std::size_t kBytesMax = 512;
+  if (principal == "anonymous") return absl::InvalidArgumentError("principal: anonymous callers have no sessions");
+  if (principal.size() > kBytesMax) return absl::InvalidArgumentError("principal: too long");
+  if (absl::StartsWith(principal, "uid:") || absl::StartsWith(principal, "subject:")) return absl::OkStatus();
+  return absl::InvalidArgumentError("principal: must be such as uid:1000; `tessera status` tells a caller's own");
 }
 
 }  // namespace
 
-std::uint64_t PrincipalCounts::Of(const std::string& principal) const {
-  const auto found = counts_.find(principal);
-  return found == counts_.end() ? 0 : found->second;
-}
-
-void PrincipalCounts::Remove(const std::string& principal) {
-  const auto found = counts_.find(principal);
-  if (--found->second == 0) counts_.erase(found);
-}
-
-SessionTable::SessionTable(std::uint32_t epoch, const SessionLimits& limits, Metrics& metrics,
+SessionTable::SessionTable(std::uint32_t epoch, const SessionLimits& limits, Metrics& metrics, Reaper& reaper,
                            std::function<std::shared_ptr<SessionLane>()> make_lane, std::vector<DeviceMemory*> devices)
     : epoch_(epoch),
       limits_(limits),
       metrics_(metrics),
+      reaper_(reaper),
       make_lane_(std::move(make_lane)),
       devices_(std::move(devices)),
-      budget_(std::make_shared<ByteBudget>(Limit::kBufferBytes, limits.buffer_bytes_max, metrics, nullptr)),
+      memory_(std::make_shared<MemoryBudget>(MemoryLimits{.bytes_limit = Limit::kBufferBytes,
+                                                          .bytes_max = limits.buffer_bytes_max,
+                                                          .buffers_limit = Limit::kBuffers,
+                                                          .buffers_max = limits.buffers_max},
+                                             metrics)),
+      accounts_({.bytes_limit = Limit::kBufferBytesPerPrincipal,
+                 .bytes_max = OrNoLimit(limits.principal_buffer_bytes_max),
+                 .buffers_limit = Limit::kBuffersPerPrincipal,
+                 .buffers_max = limits.buffers_per_principal_max},
+                metrics, memory_),
       leases_("lease", epoch),
       sessions_("session", epoch),
       buffers_("buffer", epoch) {}
@@ -96,18 +88,19 @@ absl::Status SessionTable::LimitReached(Limit limit, std::uint64_t value) {
   return absl::ResourceExhaustedError(absl::StrCat(Av(LabelText(limit)), ": the limit of ", value, " is reached"));
 }
 
-absl::StatusOr<Id> SessionTable::OpenLease(const Peer& peer) {
+absl::StatusOr<Id> SessionTable::OpenLease(const Peer& peer, LeaseKind kind) {
+  std::shared_ptr<Account> account = accounts_.Of(peer);
   const std::lock_guard<std::mutex> lock(mutex_);
-  const std::string principal = peer.Principal();
-  if (leases_of_.Of(principal) >= limits_.leases_per_principal_max) {
+  if (account->leases >= limits_.leases_per_principal_max) {
     return LimitReached(Limit::kConnectionsPerPrincipal, limits_.leases_per_principal_max);
   }
   if (leases_.size() >= limits_.leases_max) return LimitReached(Limit::kSideConnections, limits_.leases_max);
-  leases_of_.Add(principal);
+  ++account->leases;
+  metrics_.LeaseOpened(kind);
   Id lease;
   leases_.Insert([&](const Id& id) {
     lease = id;
-    return Lease{.peer = peer, .session = {}, .waiting = {}};
+    return Lease{.peer = peer, .kind = kind, .account = std::move(account), .session = {}, .waiting = {}};
   });
   return lease;
 }
@@ -117,9 +110,11 @@ void SessionTable::CloseLease(const Id& lease) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     closed = leases_.Remove(lease);
-    if (closed.has_value()) leases_of_.Remove(closed->peer.Principal());
+    if (!closed.has_value()) return;
+    --closed->account->leases;
   }
-  if (!closed.has_value() || closed->session == Id{}) return;
+  metrics_.LeaseClosed(closed->kind);
+  if (closed->session == Id{}) return;
   // The session may have been closed by its owner before; then there is nothing to end.
   EndSession(closed->session, SessionEnd::kLeaseLost).status().IgnoreError();
 }
@@ -148,17 +143,44 @@ absl::StatusOr<BufferPin> SessionTable::ExportBuffer(const Id& lease, const Id& 
   return BufferPin(owned->buffer);
 }
 
-absl::StatusOr<Id> SessionTable::OpenSession(const Peer& peer, const Id& lease, std::string_view label) {
-  RETURN_IF_ERROR(CheckLabel(label));
+std::shared_ptr<Session> SessionTable::MakeSession(const Peer& peer, std::string_view label) {
   std::shared_ptr<Session> session(new Session());
   session->peer_ = peer;
   session->label_ = label;
-  session->lease_ = lease;
   session->lane_ = make_lane_();
-  session->budget_ = limits_.session_buffer_bytes_max == 0
-                         ? budget_
-                         : std::make_shared<ByteBudget>(Limit::kSessionBufferBytes, limits_.session_buffer_bytes_max,
-                                                        metrics_, budget_);
+  session->account_ = accounts_.Of(peer);
+  // Memory that is not gone counts for its principal, and so holds the account.
+  const std::shared_ptr<MemoryBudget> of_principal(session->account_, session->account_->memory.get());
+  session->memory_ =
+      std::make_shared<MemoryBudget>(MemoryLimits{.bytes_limit = Limit::kSessionBufferBytes,
+                                                  .bytes_max = OrNoLimit(limits_.session_buffer_bytes_max),
+                                                  .buffers_limit = Limit::kBuffersPerSession,
+                                                  .buffers_max = limits_.buffers_per_session_max},
+                                     metrics_, of_principal);
+  return session;
+}
+
+absl::StatusOr<Id> SessionTable::Admit(const std::shared_ptr<Session>& session) {
+  Account& account = *session->account_;
+  if (account.sessions >= limits_.sessions_per_principal_max) {
+    return LimitReached(Limit::kSessionsPerPrincipal, limits_.sessions_per_principal_max);
+  }
+  if (sessions_.size() >= limits_.sessions_max) return LimitReached(Limit::kSessions, limits_.sessions_max);
+  ++account.sessions;
+  metrics_.SessionOpened();
+  Id token;
+  sessions_.Insert([&](const Id& id) {
+    token = id;
+    session->id_ = id;
+    return session;
+  });
+  return token;
+}
+
+absl::StatusOr<Id> SessionTable::OpenSession(const Peer& peer, const Id& lease, std::string_view label) {
+  RETURN_IF_ERROR(CheckLabel(label));
+  std::shared_ptr<Session> session = MakeSession(peer, label);
+  session->lease_ = lease;
 
   const std::lock_guard<std::mutex> lock(mutex_);
   const absl::StatusOr<Lease*> found = leases_.Find(lease);
@@ -166,19 +188,32 @@ absl::StatusOr<Id> SessionTable::OpenSession(const Peer& peer, const Id& lease, 
   Lease* const holder = *found;
   if (!SamePrincipal(holder->peer, peer)) return absl::PermissionDeniedError("lease: belongs to another principal");
   if (!(holder->session == Id{})) return absl::AlreadyExistsError("lease: a session was opened on it before");
-  const std::string principal = peer.Principal();
-  if (sessions_of_.Of(principal) >= limits_.sessions_per_principal_max) {
-    return LimitReached(Limit::kSessionsPerPrincipal, limits_.sessions_per_principal_max);
+  session->lease_kind_ = holder->kind;
+  ASSIGN_OR_RETURN(holder->session, Admit(session));
+  return holder->session;
+}
+
+absl::StatusOr<Id> SessionTable::OpenSession(const Peer& peer, std::chrono::milliseconds ttl, std::string_view label) {
+  RETURN_IF_ERROR(CheckLabel(label));
+  if (ttl < kTtlMin || ttl > limits_.ttl_max) {
+    return absl::InvalidArgumentError(absl::StrCat("ttl_ms: ", ttl.count(), "; from ", kTtlMin.count(), " to ",
+                                                   limits_.ttl_max.count(), " (lease_ttl_max_s)"));
   }
-  if (sessions_.size() >= limits_.sessions_max) return LimitReached(Limit::kSessions, limits_.sessions_max);
-  sessions_of_.Add(principal);
-  sessions_.Insert([&](const Id& id) {
-    session->id_ = id;
-    return session;
-  });
-  holder->session = session->id_;
-  metrics_.SessionOpened();
-  return session->id_;
+  std::shared_ptr<Session> session = MakeSession(peer, label);
+  session->lease_kind_ = LeaseKind::kTtl;
+  session->ttl_ = ttl;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ASSIGN_OR_RETURN(const Id token, Admit(session));
+  metrics_.LeaseOpened(LeaseKind::kTtl);
+  return token;
+}
+
+absl::StatusOr<std::chrono::milliseconds> SessionTable::KeepAlive(const Session& session) const {
+  if (session.lease_kind_ == LeaseKind::kTtl) return session.ttl_;
+  return absl::FailedPreconditionError(
+      absl::StrCat("the session's lease is its ",
+                   session.lease_kind_ == LeaseKind::kAttach ? "call of Attach" : "connection to the side channel",
+                   ", and needs no keeping alive"));
 }
 
 absl::StatusOr<std::shared_ptr<Session>> SessionTable::FindSession(const Peer& peer, const Id& token) {
@@ -187,27 +222,50 @@ absl::StatusOr<std::shared_ptr<Session>> SessionTable::FindSession(const Peer& p
   if (!SamePrincipal((*session)->peer_, peer)) {
     return absl::PermissionDeniedError("session: belongs to another principal");
   }
+  (*session)->Touch();
   return *session;
 }
 
-absl::StatusOr<std::size_t> SessionTable::EndSession(const Id& token, SessionEnd reason) {
+absl::StatusOr<std::size_t> SessionTable::EndSession(const Id& token, SessionEnd reason, GoneToken gone) {
   std::shared_ptr<Session> session;
-  std::vector<OwnedBuffer> dropped;  // freed after the lock, unless running calls hold them
+  std::vector<OwnedBuffer> dropped;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     ASSIGN_OR_RETURN(std::shared_ptr<Session> * found, sessions_.Find(token));
     session = *found;
     session->ended_.store(true, std::memory_order_release);
     for (const Id& id : session->buffers_) {
-      if (auto owned = buffers_.Remove(id); owned.has_value()) dropped.push_back(std::move(*owned));
+      std::optional<OwnedBuffer> owned = buffers_.Remove(id);
+      owned->buffer->HoldUntilGone(gone);
+      dropped.push_back(*std::move(owned));
     }
     session->buffers_.clear();
     sessions_.Remove(token);
-    sessions_of_.Remove(session->peer_.Principal());
+    --session->account_->sessions;
+    Remember(session, reason);
   }
   for (const OwnedBuffer& owned : dropped) metrics_.BufferRemoved(owned.buffer->origin(), owned.buffer->bytes());
   metrics_.SessionEnded(reason);
-  return dropped.size();
+  if (session->lease_kind_ == LeaseKind::kTtl) metrics_.LeaseClosed(LeaseKind::kTtl);
+  const std::size_t count = dropped.size();
+  // What running calls hold goes with the last of them.
+  reaper_.Post([session = std::move(session), dropped = std::move(dropped), gone = std::move(gone)]() mutable {
+    session->lane()->DropUnwanted();
+    dropped.clear();
+    session.reset();
+    gone.reset();
+  });
+  return count;
+}
+
+absl::StatusOr<std::size_t> SessionTable::EndSession(std::uint32_t index, std::uint32_t generation, SessionEnd reason) {
+  std::optional<Id> token;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    token = sessions_.IdOf(index, generation);
+  }
+  if (!token.has_value()) return absl::NotFoundError("no such session is open");
+  return EndSession(*token, reason);
 }
 
 void SessionTable::EndAllSessions(SessionEnd reason) {
@@ -219,8 +277,96 @@ void SessionTable::EndAllSessions(SessionEnd reason) {
   for (const Id& token : tokens) EndSession(token, reason).status().IgnoreError();  // its owner may be quicker
 }
 
+void SessionTable::Remember(const std::shared_ptr<Session>& session, SessionEnd reason) {
+  ended_.push_back({.row = {.id = session->id_,
+                            .label = session->label_,
+                            .owner = session->peer_,
+                            .lease = session->lease_kind_,
+                            .state = SessionState::kEnding,
+                            .end = reason},
+                    .session = session,
+                    .memory = session->memory_,
+                    .opened = session->opened_,
+                    .last_call = session->last_call(),
+                    .ended = Clock::now()});
+}
+
+void SessionTable::ForgetGone() {
+  ended_.remove_if([](const EndedSession& ended) {
+    const bool gone = ended.session.expired() && ended.memory->used().buffers == 0;
+    if (gone && ended.row.state == SessionState::kQuarantined) {
+      spdlog::warn("session {}.{} of {}, which was stuck, is gone", ended.row.id.index, ended.row.id.generation,
+                   ended.row.owner.Principal());
+    }
+    return gone;
+  });
+}
+
+void SessionTable::Tick(Clock::time_point now) {
+  std::vector<Id> expired;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    sessions_.ForEach([&](const Id& id, const std::shared_ptr<Session>& session) {
+      const bool timed = session->lease_kind_ == LeaseKind::kTtl;
+      if (timed && now - session->last_call() > session->ttl_) expired.push_back(id);
+    });
+    ForgetGone();
+    for (EndedSession& ended : ended_) {
+      if (ended.row.state == SessionState::kQuarantined || now - ended.ended <= limits_.cleanup_patience) continue;
+      ended.row.state = SessionState::kQuarantined;
+      metrics_.Quarantined();
+      spdlog::error(
+          "session {}.{} of {} (pid {}, \"{}\") ended {} ms ago and is stuck: it still holds {} buffers of {} bytes",
+          ended.row.id.index, ended.row.id.generation, ended.row.owner.Principal(), ended.row.owner.pid,
+          ended.row.label, Milliseconds(now - ended.ended).count(), ended.memory->used().buffers,
+          ended.memory->used().bytes);
+    }
+  }
+  for (const Id& token : expired) EndSession(token, SessionEnd::kExpired).status().IgnoreError();  // or it was closed
+}
+
+SessionRow SessionTable::RowOf(const EndedSession& ended, Clock::time_point now) const {
+  SessionRow row = ended.row;
+  row.age = now - ended.opened;
+  row.idle = now - ended.last_call;
+  row.memory = ended.memory->used();
+  return row;
+}
+
+Page<SessionRow> SessionTable::ListSessions(const Includes& include, const PageRequest& page) {
+  const Clock::time_point now = Clock::now();
+  std::vector<SessionRow> rows;
+  std::vector<std::shared_ptr<Session>> alive;  // let go of without the lock: each may turn out to be the last owner
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ForgetGone();
+  sessions_.ForEach([&](const Id& id, const std::shared_ptr<Session>& session) {
+    if (!include(session->peer_)) return;
+    SessionRow row{.id = id,
+                   .label = session->label_,
+                   .owner = session->peer_,
+                   .lease = session->lease_kind_,
+                   .age = now - session->opened_,
+                   .idle = now - session->last_call(),
+                   .memory = session->memory_->used(),
+                   .in_flight = session->lane()->in_flight()};
+    if (row.lease == LeaseKind::kTtl) row.ttl_left = std::max(session->ttl_ - Milliseconds(row.idle), {});
+    rows.push_back(std::move(row));
+  });
+  for (const EndedSession& ended : ended_) {
+    if (!include(ended.row.owner)) continue;
+    rows.push_back(RowOf(ended, now));
+    alive.push_back(ended.session.lock());
+    if (alive.back() != nullptr) rows.back().in_flight = alive.back()->lane()->in_flight();
+  }
+  return PageOf(std::move(rows), page);
+}
+
 absl::StatusOr<UniqueFd> SessionTable::TakeDescriptor(const Session& session, std::uint64_t ticket) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (session.lease_kind_ != LeaseKind::kSideChannel) {
+    return absl::FailedPreconditionError(
+        "descriptor_ticket: descriptors need a session that was opened on a connection to the side channel");
+  }
   ASSIGN_OR_RETURN(Lease * lease, leases_.Find(session.lease_));
   const auto found = lease->waiting.find(ticket);
   if (found == lease->waiting.end()) {
@@ -231,23 +377,18 @@ absl::StatusOr<UniqueFd> SessionTable::TakeDescriptor(const Session& session, st
   return fd;
 }
 
-absl::Status SessionTable::CheckRoomForBuffer(const Session& session) {
-  if (session.ended()) return absl::NotFoundError("no such session");
-  if (session.buffers_.size() >= limits_.buffers_per_session_max) {
-    return LimitReached(Limit::kBuffersPerSession, limits_.buffers_per_session_max);
-  }
-  return absl::OkStatus();
+BufferHome SessionTable::HomeOf(const Session& session) {
+  return {.budget = session.memory_, .reaper = &reaper_};
 }
 
 absl::StatusOr<SessionTable::NewBuffer> SessionTable::Register(Session& session, std::shared_ptr<Buffer> buffer) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  RETURN_IF_ERROR(CheckRoomForBuffer(session));
-  ASSIGN_OR_RETURN(std::shared_ptr<Session> * owner, sessions_.Find(session.id_));
+  ASSIGN_OR_RETURN(std::shared_ptr<Session> * owner, sessions_.Find(session.id_));  // it may have ended meanwhile
   NewBuffer result{.id = {}, .bytes = buffer->bytes(), .space = buffer->space()};
   metrics_.BufferAdded(buffer->origin(), buffer->bytes());
   buffers_.Insert([&](const Id& id) {
     result.id = id;
-    return OwnedBuffer{.buffer = std::move(buffer), .owner = *owner};
+    return OwnedBuffer{.buffer = std::move(buffer), .owner = *owner, .shares = {}};
   });
   session.buffers_.push_back(result.id);
   return result;
@@ -256,7 +397,7 @@ absl::StatusOr<SessionTable::NewBuffer> SessionTable::Register(Session& session,
 absl::StatusOr<SessionTable::NewBuffer> SessionTable::ImportBuffer(Session& session, std::uint64_t ticket,
                                                                    std::uint64_t byte_offset, std::uint64_t bytes) {
   ASSIGN_OR_RETURN(UniqueFd fd, TakeDescriptor(session, ticket));
-  ASSIGN_OR_RETURN(std::shared_ptr<Buffer> buffer, Buffer::Import(std::move(fd), byte_offset, bytes, session.budget_));
+  ASSIGN_OR_RETURN(std::shared_ptr<Buffer> buffer, Buffer::Import(std::move(fd), byte_offset, bytes, HomeOf(session)));
   return Register(session, std::move(buffer));
 }
 
@@ -278,47 +419,49 @@ absl::StatusOr<DeviceMemory*> SessionTable::FindDevice(std::string_view field, s
   return absl::InvalidArgumentError(absl::StrCat(Av(field), ": ", Av(uuid), "; this daemon serves ", served));
 }
 
+void SessionTable::LetGo(std::shared_ptr<Mapping> mapping) {
+  reaper_.Post([mapping = std::move(mapping)]() mutable { mapping.reset(); });
+}
+
+absl::StatusOr<SessionTable::NewBuffer> SessionTable::Show(Session& session, std::shared_ptr<Mapping> allocation,
+                                                           const DeviceMemory& device, std::uint64_t byte_offset,
+                                                           std::uint64_t bytes) {
+  absl::StatusOr<std::shared_ptr<Buffer>> buffer =
+      Buffer::Show(allocation, MemorySpace::Gpu(device.uuid()), byte_offset, bytes, HomeOf(session));
+  LetGo(std::move(allocation));
+  RETURN_IF_ERROR(buffer.status());
+  return Register(session, *std::move(buffer));
+}
+
 absl::StatusOr<SessionTable::NewBuffer> SessionTable::ImportLegacy(Session& session, const LegacyImport& import) {
   ASSIGN_OR_RETURN(DeviceMemory* const device, FindDevice("cuda_ipc_handle.device_uuid", import.device_uuid));
-  ASSIGN_OR_RETURN(const LegacyHandle handle, ParseLegacyHandle(import.handle));
-  RETURN_IF_ERROR(CheckAllocationId("cuda_ipc_handle.allocation_id", import.allocation_id));
-  RETURN_IF_ERROR(CheckExporter(session.peer(), import.exporter_pid));
-  auto allocation = session.imports_.Get(absl::StrCat("handle ", device->uuid(), import.handle), import.allocation_id,
-                                         [&] { return device->ImportLegacy(handle); });
+  ASSIGN_OR_RETURN(const LegacyHandle handle, CheckLegacyImport(import, session.peer()));
+  auto allocation = legacy_imports_.Get(absl::StrCat(device->uuid(), import.handle), import.allocation_id,
+                                        [&] { return device->ImportLegacy(handle); });
   if (!allocation.ok()) return InField("cuda_ipc_handle", allocation.status());
-  ASSIGN_OR_RETURN(std::shared_ptr<Buffer> buffer,
-                   Buffer::Show(*std::move(allocation), MemorySpace::Gpu(device->uuid()), import.byte_offset,
-                                import.bytes, session.budget_));
-  return Register(session, std::move(buffer));
+  return Show(session, *std::move(allocation), *device, import.byte_offset, import.bytes);
 }
 
 absl::StatusOr<SessionTable::NewBuffer> SessionTable::ImportDescriptor(Session& session,
                                                                        const DescriptorImport& import) {
   ASSIGN_OR_RETURN(UniqueFd fd, TakeDescriptor(session, import.ticket));
   ASSIGN_OR_RETURN(DeviceMemory* const device, FindDevice("cuda_descriptor.device_uuid", import.device_uuid));
-  RETURN_IF_ERROR(CheckAllocationId("cuda_descriptor.allocation_id", import.allocation_id));
-  const std::uint64_t granularity = device->granularity();
-  if (import.allocation_bytes == 0 || import.allocation_bytes % granularity != 0) {
-    return absl::InvalidArgumentError(absl::StrCat("cuda_descriptor.allocation_bytes: ", import.allocation_bytes,
-                                                   "; the size given to cuMemCreate, a multiple of ", granularity));
-  }
+  RETURN_IF_ERROR(CheckDescriptorImport(import, device->granularity()));
   if (IsExportOf(session, fd)) {
     return absl::InvalidArgumentError(
         "cuda_descriptor: shows a buffer that the daemon allocated; use that buffer's id");
   }
   auto allocation =
-      session.imports_.Get(absl::StrCat("descriptor ", device->uuid(), " ", import.allocation_id), import.allocation_id,
-                           [&] { return device->ImportDescriptor(std::move(fd), import.allocation_bytes); });
+      session.descriptor_imports_.Get(absl::StrCat(device->uuid(), " ", import.allocation_id), import.allocation_id,
+                                      [&] { return device->ImportDescriptor(std::move(fd), import.allocation_bytes); });
   if (!allocation.ok()) return InField("cuda_descriptor", allocation.status());
-  if ((*allocation)->bytes() != import.allocation_bytes) {
+  if (const std::uint64_t bytes = (*allocation)->bytes(); bytes != import.allocation_bytes) {
+    LetGo(*std::move(allocation));
     return absl::InvalidArgumentError(absl::StrCat("cuda_descriptor.allocation_bytes: ", import.allocation_bytes,
                                                    "; allocation ", import.allocation_id, " was imported with ",
-                                                   (*allocation)->bytes()));
+                                                   bytes));
   }
-  ASSIGN_OR_RETURN(std::shared_ptr<Buffer> buffer,
-                   Buffer::Show(*std::move(allocation), MemorySpace::Gpu(device->uuid()), import.byte_offset,
-                                import.bytes, session.budget_));
-  return Register(session, std::move(buffer));
+  return Show(session, *std::move(allocation), *device, import.byte_offset, import.bytes);
 }
 
 bool SessionTable::IsExportOf(const Session& session, const UniqueFd& fd) {
@@ -332,7 +475,7 @@ bool SessionTable::IsExportOf(const Session& session, const UniqueFd& fd) {
 absl::StatusOr<SessionTable::NewBuffer> SessionTable::AllocateBuffer(Session& session, std::uint64_t bytes,
                                                                      std::string_view space) {
   if (space.empty() || space == "host") {
-    ASSIGN_OR_RETURN(std::shared_ptr<Buffer> buffer, Buffer::Allocate(bytes, session.budget_));
+    ASSIGN_OR_RETURN(std::shared_ptr<Buffer> buffer, Buffer::Allocate(bytes, HomeOf(session)));
     return Register(session, std::move(buffer));
   }
   const bool named = space.starts_with("GPU-") || space.starts_with("MIG-");
@@ -341,7 +484,7 @@ absl::StatusOr<SessionTable::NewBuffer> SessionTable::AllocateBuffer(Session& se
   }
   const bool first = space == "cuda" && !devices_.empty();
   ASSIGN_OR_RETURN(DeviceMemory* const device, FindDevice("space", first ? devices_.front()->uuid() : space));
-  ASSIGN_OR_RETURN(std::shared_ptr<Buffer> buffer, Buffer::AllocateOn(*device, bytes, session.budget_));
+  ASSIGN_OR_RETURN(std::shared_ptr<Buffer> buffer, Buffer::AllocateOn(*device, bytes, HomeOf(session)));
   return Register(session, std::move(buffer));
 }
 
@@ -351,44 +494,92 @@ absl::StatusOr<SessionTable::OwnedBuffer*> SessionTable::FindOwned(const Session
   return owned;
 }
 
-absl::Status SessionTable::ReleaseBuffer(const Session& session, const Id& buffer) {
-  std::optional<OwnedBuffer> released;  // freed after the lock
+absl::Status SessionTable::ReleaseBuffer(const Session& session, const Id& buffer, GoneToken gone) {
+  std::optional<OwnedBuffer> released;  // let go of after the lock
   const std::lock_guard<std::mutex> lock(mutex_);
   RETURN_IF_ERROR(FindOwned(session, buffer).status());
   released = buffers_.Remove(buffer);
+  released->buffer->HoldUntilGone(std::move(gone));
   metrics_.BufferRemoved(released->buffer->origin(), released->buffer->bytes());
   std::vector<Id>& mine = released->owner->buffers_;
   mine.erase(std::find(mine.begin(), mine.end(), buffer));
   return absl::OkStatus();
 }
 
-absl::StatusOr<BufferPin> SessionTable::PinBuffer(const Session& session, const Id& buffer) {
+absl::StatusOr<std::uint32_t> SessionTable::ShareBuffer(const Session& session, const Id& buffer,
+                                                        const std::string& principal,
+                                                        std::optional<BufferAccess> access) {
+  RETURN_IF_ERROR(CheckPrincipal(principal));
   const std::lock_guard<std::mutex> lock(mutex_);
-  ASSIGN_OR_RETURN(OwnedBuffer * owned, FindOwned(session, buffer));
-  return BufferPin(owned->buffer);
+  const absl::StatusOr<OwnedBuffer*> owned = FindOwned(session, buffer);
+  if (!owned.ok()) return InField("buffer_id", owned.status());
+  std::vector<BufferShare>& shares = (*owned)->shares;
+  const auto found = std::find_if(shares.begin(), shares.end(),
+                                  [&](const BufferShare& share) { return share.principal == principal; });
+  if (!access.has_value()) {
+    if (found != shares.end()) shares.erase(found);
+  } else if (found != shares.end()) {
+    found->access = *access;
+  } else {
+    if (shares.size() >= kSharesMax) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("principal: the buffer is shared with ", kSharesMax, " already, which is the most"));
+    }
+    shares.push_back({.principal = principal, .access = *access});
+  }
+  return (*owned)->buffer->users();
 }
 
-std::vector<BufferRow> SessionTable::ListBuffers(const std::function<bool(const Peer& owner)>& include) {
-  std::vector<BufferRow> rows;
-  const auto now = std::chrono::steady_clock::now();
+absl::StatusOr<BufferPin> SessionTable::PinBuffer(const Session& session, const Id& buffer, BufferAccess access) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  buffers_.ForEach([&](const Id& id, const OwnedBuffer& owned) {
-    if (!include(owned.owner->peer_)) return;
-    rows.push_back({.id = id,
-                    .origin = owned.buffer->origin(),
-                    .space = owned.buffer->space(),
-                    .bytes = owned.buffer->bytes(),
-                    .users = owned.buffer->users(),
-                    .age = now - owned.buffer->created(),
-                    .owner = owned.owner->peer_,
-                    .session_label = owned.owner->label_});
+  ASSIGN_OR_RETURN(OwnedBuffer * found, buffers_.Find(buffer));
+  if (found->owner.get() == &session) return BufferPin(found->buffer);
+  const auto share = std::find_if(found->shares.begin(), found->shares.end(), [&](const BufferShare& with) {
+    return with.principal == session.account_->principal;
   });
-  return rows;
+  if (share == found->shares.end()) return absl::PermissionDeniedError("buffer belongs to another session");
+  if (access == BufferAccess::kReadWrite && share->access == BufferAccess::kRead) {
+    return absl::PermissionDeniedError("buffer belongs to another session, and is shared for reading only");
+  }
+  return BufferPin(found->buffer);
+}
+
+Page<BufferRow> SessionTable::ListBuffers(const Includes& include, const std::string& shared_with,
+                                          const PageRequest& page) {
+  std::vector<BufferRow> rows;
+  const auto now = Clock::now();
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    buffers_.ForEach([&](const Id& id, const OwnedBuffer& owned) {
+      const bool is_shared = std::any_of(owned.shares.begin(), owned.shares.end(),
+                                         [&](const BufferShare& share) { return share.principal == shared_with; });
+      if (!is_shared && !include(owned.owner->peer_)) return;
+      rows.push_back({.id = id,
+                      .origin = owned.buffer->origin(),
+                      .space = owned.buffer->space(),
+                      .bytes = owned.buffer->bytes(),
+                      .users = owned.buffer->users(),
+                      .age = now - owned.buffer->created(),
+                      .owner = owned.owner->peer_,
+                      .session = owned.owner->id_,
+                      .session_label = owned.owner->label_,
+                      .shares = owned.shares});
+    });
+  }
+  return PageOf(std::move(rows), page);
 }
 
 SessionCounts SessionTable::Counts() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return {.sessions = sessions_.size(), .buffers = buffers_.size(), .bytes_mapped = budget_->used()};
+  ForgetGone();
+  SessionCounts counts{.sessions = sessions_.size(),
+                       .ending = ended_.size(),
+                       .buffers = buffers_.size(),
+                       .bytes_held = memory_->used().bytes};
+  for (const EndedSession& ended : ended_) {
+    if (ended.row.state == SessionState::kQuarantined) ++counts.quarantined;
+  }
+  return counts;
 }
 
 }  // namespace tessera::server

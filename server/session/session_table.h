@@ -1,104 +1,62 @@
 // Leases, sessions and buffers: who owns what, and what ends with whom.
 //
-// A lease is one side-channel connection. A session is opened on a lease and owns buffers. Ending a session refuses new
-// work at once and drops its references; memory that running calls still use goes when the last of them has finished.
+// A lease is a side-channel connection, a call of Attach, or a time to live; a session lives on one and owns buffers.
+// Ending a session refuses new work at once and drops its queued work and its references, on the reaper's thread;
+// memory that running calls still use goes when the last of them has finished. Until all of it is gone the session is
+// listed as ending.
 //
-// Thread-safe. The table's lock is not held while memory is mapped or unmapped; a session's imports of GPU memory wait
-// for each other (ImportCache).
+// Thread-safe. The table's lock is not held while memory is mapped or unmapped; imports of GPU memory wait for each
+// other (ImportCache).
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "common/unique_fd.h"
+#include "server/session/account.h"
 #include "server/session/buffer.h"
+#include "server/session/device_import.h"
 #include "server/session/id.h"
 #include "server/session/id_table.h"
 #include "server/session/import_cache.h"
 #include "server/session/peer.h"
+#include "server/session/reaper.h"
+#include "server/session/session.h"
 
 namespace tessera::server {
 
-// What the executor keeps for a session (its stream, its queue count); opaque here.
-class SessionLane {
- public:
-  virtual ~SessionLane() = default;
-};
-
-class Session {
- public:
-  const Id& id() const { return id_; }
-  const Peer& peer() const { return peer_; }
-  const std::string& label() const { return label_; }
-  SessionLane* lane() const { return lane_.get(); }
-
-  // Once true it stays true: queued work must not start.
-  bool ended() const { return ended_.load(std::memory_order_acquire); }
-
- private:
-  friend class SessionTable;
-  Session() = default;
-
-  Id id_;
-  Id lease_;
-  Peer peer_;
-  std::string label_;
-  std::shared_ptr<SessionLane> lane_;
-  std::shared_ptr<ByteBudget> budget_;
-  std::atomic<bool> ended_{false};
-  ImportCache imports_;      // of GPU memory
-  std::vector<Id> buffers_;  // guarded by SessionTable::mutex_
-};
-
-// How many of something each principal has.
-class PrincipalCounts {
- public:
-  std::uint64_t Of(const std::string& principal) const;
-  void Add(const std::string& principal) { ++counts_[principal]; }
-  void Remove(const std::string& principal);
-
- private:
-  std::unordered_map<std::string, std::uint64_t> counts_;  // none is 0
-};
-
 struct SessionLimits {
   std::uint64_t sessions_max = 0;
-  std::uint64_t sessions_per_principal_max = ~std::uint64_t{0};
-  std::uint64_t leases_max = 0;
-  std::uint64_t leases_per_principal_max = ~std::uint64_t{0};
+  std::uint64_t sessions_per_principal_max = kNoLimit;
+  std::uint64_t leases_max = 0;  // connections and calls of Attach
+  std::uint64_t leases_per_principal_max = kNoLimit;
+  std::uint64_t buffers_max = kNoLimit;
+  std::uint64_t buffers_per_principal_max = kNoLimit;
   std::uint64_t buffers_per_session_max = 0;
-  std::uint64_t buffer_bytes_max = 0;          // of all sessions together
-  std::uint64_t session_buffer_bytes_max = 0;  // of one session; 0 = no limit of its own
+  std::uint64_t buffer_bytes_max = 0;            // of all sessions together
+  std::uint64_t principal_buffer_bytes_max = 0;  // 0 = no limit of its own; likewise the next
+  std::uint64_t session_buffer_bytes_max = 0;
+  std::chrono::milliseconds ttl_max = std::chrono::minutes(1);
+  std::chrono::milliseconds cleanup_patience = std::chrono::seconds(10);
 };
 
-// What a client says of GPU memory of its own. Errors name the fields as ImportBufferRequest does.
-struct LegacyImport {
-  std::string handle;  // of cudaIpcGetMemHandle
-  std::string device_uuid;
-  std::uint64_t allocation_id = 0;
-  std::int64_t exporter_pid = 0;  // getpid() of the process that made the handle, as that process sees it
-  std::uint64_t byte_offset = 0;
-  std::uint64_t bytes = 0;  // 0 = to the end
-};
+// What a principal may do with a buffer of another session.
+enum class BufferAccess { kRead, kReadWrite };
 
-struct DescriptorImport {
-  std::uint64_t ticket = 0;  // of a descriptor of a VMM allocation
-  std::string device_uuid;
-  std::uint64_t allocation_id = 0;
-  std::uint64_t allocation_bytes = 0;
-  std::uint64_t byte_offset = 0;
-  std::uint64_t bytes = 0;  // 0 = to the end
+struct BufferShare {
+  std::string principal;
+  BufferAccess access = BufferAccess::kRead;
 };
 
 struct BufferRow {
@@ -109,39 +67,90 @@ struct BufferRow {
   std::uint32_t users = 0;
   std::chrono::steady_clock::duration age{};
   Peer owner;
+  Id session;
   std::string session_label;
+  std::vector<BufferShare> shares;
+};
+
+enum class SessionState { kOpen, kEnding, kQuarantined };
+
+struct SessionRow {
+  Id id;
+  std::string label;
+  Peer owner;
+  LeaseKind lease = LeaseKind::kSideChannel;
+  std::chrono::milliseconds ttl_left{0};  // of a lease that is a time to live
+  SessionState state = SessionState::kOpen;
+  std::optional<SessionEnd> end;  // once it is not open
+  std::chrono::steady_clock::duration age{};
+  std::chrono::steady_clock::duration idle{};  // since its last call began
+  MemoryUse memory;                            // including released buffers that are not gone
+  std::int64_t in_flight = 0;
+};
+
+// Rows in the order of their ids, from after a given one.
+template <typename Row>
+struct Page {
+  std::vector<Row> rows;
+  bool more = false;
+};
+
+struct PageRequest {
+  std::optional<Id> after;
+  std::size_t limit = 1000;
 };
 
 struct SessionCounts {
   std::size_t sessions = 0;
+  std::size_t ending = 0;
+  std::size_t quarantined = 0;  // of those
   std::size_t buffers = 0;
-  std::uint64_t bytes_mapped = 0;  // including released buffers that running calls still hold
+  std::uint64_t bytes_held = 0;  // including released buffers that are not gone
 };
 
 class SessionTable {
  public:
+  using Clock = std::chrono::steady_clock;
+  // Whom a list is about.
+  using Includes = std::function<bool(const Peer& owner)>;
+
   static constexpr std::size_t kWaitingDescriptorsMax = 16;  // of one lease
   static constexpr std::size_t kLabelBytesMax = 64;
+  static constexpr std::size_t kSharesMax = 16;  // of one buffer
+  static constexpr std::chrono::milliseconds kTtlMin{100};
 
   // `make_lane` is called once a session. `devices` are the GPUs that hold buffers, the first of them being the one
-  // that the space "cuda" means; they outlive the table and every pin.
-  SessionTable(std::uint32_t epoch, const SessionLimits& limits, Metrics& metrics,
+  // that the space "cuda" means; they and the reaper outlive the table and every pin.
+  SessionTable(std::uint32_t epoch, const SessionLimits& limits, Metrics& metrics, Reaper& reaper,
                std::function<std::shared_ptr<SessionLane>()> make_lane, std::vector<DeviceMemory*> devices = {});
 
   std::uint32_t epoch() const { return epoch_; }
 
-  // Leases: called by the side channel.
-  absl::StatusOr<Id> OpenLease(const Peer& peer);
+  // What the caller has of the daemon, for calls with and without a session.
+  std::shared_ptr<Account> AccountOf(const Peer& peer) { return accounts_.Of(peer); }
+
+  // Leases: called by the side channel, and by Attach.
+  absl::StatusOr<Id> OpenLease(const Peer& peer, LeaseKind kind = LeaseKind::kSideChannel);
   void CloseLease(const Id& lease);
   absl::StatusOr<std::uint64_t> KeepDescriptor(const Id& lease, UniqueFd fd);  // a ticket for ImportBuffer
   // The buffer of the lease's session, for passing its descriptor; it stays mapped while the result lives.
   absl::StatusOr<BufferPin> ExportBuffer(const Id& lease, const Id& buffer);
 
-  // Sessions.
+  // Sessions. One of them is opened on a lease, the other lives for `ttl` after its last call.
   absl::StatusOr<Id> OpenSession(const Peer& peer, const Id& lease, std::string_view label);
+  absl::StatusOr<Id> OpenSession(const Peer& peer, std::chrono::milliseconds ttl, std::string_view label);
   absl::StatusOr<std::shared_ptr<Session>> FindSession(const Peer& peer, const Id& token);
-  absl::StatusOr<std::size_t> EndSession(const Id& token, SessionEnd reason);  // number of buffers dropped
+  // What is left of its time to live, which FindSession has just started anew.
+  absl::StatusOr<std::chrono::milliseconds> KeepAlive(const Session& session) const;
+  // The number of buffers dropped; `gone` is held until the last of them is.
+  absl::StatusOr<std::size_t> EndSession(const Id& token, SessionEnd reason, GoneToken gone = nullptr);
+  // By what ListSessions shows: the slot and generation of an id.
+  absl::StatusOr<std::size_t> EndSession(std::uint32_t index, std::uint32_t generation, SessionEnd reason);
   void EndAllSessions(SessionEnd reason);
+  Page<SessionRow> ListSessions(const Includes& include, const PageRequest& page = {});
+
+  // Ends sessions whose time is over, and tells of those that ended and are stuck. To be called now and then.
+  void Tick(Clock::time_point now = Clock::now());
 
   // Buffers.
   struct NewBuffer {
@@ -155,45 +164,79 @@ class SessionTable {
   absl::StatusOr<NewBuffer> ImportDescriptor(Session& session, const DescriptorImport& import);
   // `space`: empty or "host", "cuda" for the first GPU, or a GPU's UUID.
   absl::StatusOr<NewBuffer> AllocateBuffer(Session& session, std::uint64_t bytes, std::string_view space = {});
-  absl::Status ReleaseBuffer(const Session& session, const Id& buffer);
-  absl::StatusOr<BufferPin> PinBuffer(const Session& session, const Id& buffer);
-  std::vector<BufferRow> ListBuffers(const std::function<bool(const Peer& owner)>& include);
+  // `gone` is held until the memory is.
+  absl::Status ReleaseBuffer(const Session& session, const Id& buffer, GoneToken gone = nullptr);
+  // Lets the sessions of `principal` use a buffer of `session`; nullopt ends that. The number of running users.
+  absl::StatusOr<std::uint32_t> ShareBuffer(const Session& session, const Id& buffer, const std::string& principal,
+                                            std::optional<BufferAccess> access);
+  // For an operation of the session, on a buffer of its own or one shared with its principal.
+  absl::StatusOr<BufferPin> PinBuffer(const Session& session, const Id& buffer, BufferAccess access);
+  // `include`: owners of whom all buffers are listed; `shared_with`: a principal of whom those shared with it are, too.
+  Page<BufferRow> ListBuffers(const Includes& include, const std::string& shared_with = {},
+                              const PageRequest& page = {});
 
   SessionCounts Counts();
 
  private:
   struct Lease {
     Peer peer;
+    LeaseKind kind = LeaseKind::kSideChannel;
+    std::shared_ptr<Account> account;
     Id session;                                 // all zero: none yet
     std::map<std::uint64_t, UniqueFd> waiting;  // ticket -> descriptor
   };
   struct OwnedBuffer {
     std::shared_ptr<Buffer> buffer;
     std::shared_ptr<Session> owner;
+    std::vector<BufferShare> shares;  // at most kSharesMax
+  };
+  // A session that has ended. Its calls hold the session, its memory is in the budget; it is gone when neither is
+  // there. How many there are is bounded by the queue and by the limits of buffers.
+  struct EndedSession {
+    SessionRow row;  // as it ended
+    std::weak_ptr<Session> session;
+    std::shared_ptr<MemoryBudget> memory;
+    Clock::time_point opened;
+    Clock::time_point last_call;
+    Clock::time_point ended;
   };
 
   absl::StatusOr<DeviceMemory*> FindDevice(std::string_view field, std::string_view uuid) const;
+  BufferHome HomeOf(const Session& session);
+  void LetGo(std::shared_ptr<Mapping> mapping);  // on the reaper's thread: it may be the last owner
+  // A buffer that shows part of `allocation`.
+  absl::StatusOr<NewBuffer> Show(Session& session, std::shared_ptr<Mapping> allocation, const DeviceMemory& device,
+                                 std::uint64_t byte_offset, std::uint64_t bytes);
   // Whether `fd` came from ExportBuffer of this session, so that importing it would hide that both are one memory.
   bool IsExportOf(const Session& session, const UniqueFd& fd);
   absl::StatusOr<UniqueFd> TakeDescriptor(const Session& session, std::uint64_t ticket);
-  absl::Status CheckRoomForBuffer(const Session& session);
   absl::Status LimitReached(Limit limit, std::uint64_t value);
   absl::StatusOr<NewBuffer> Register(Session& session, std::shared_ptr<Buffer> buffer);
+  std::shared_ptr<Session> MakeSession(const Peer& peer, std::string_view label);
+
+  // With mutex_ held.
+  absl::StatusOr<Id> Admit(const std::shared_ptr<Session>& session);
   absl::StatusOr<OwnedBuffer*> FindOwned(const Session& session, const Id& buffer);
+  void Remember(const std::shared_ptr<Session>& session, SessionEnd reason);
+  void ForgetGone();
+  SessionRow RowOf(const EndedSession& ended, Clock::time_point now) const;
 
   const std::uint32_t epoch_;
   const SessionLimits limits_;
   Metrics& metrics_;
+  Reaper& reaper_;
   const std::function<std::shared_ptr<SessionLane>()> make_lane_;
   const std::vector<DeviceMemory*> devices_;
-  const std::shared_ptr<ByteBudget> budget_;
+  const std::shared_ptr<MemoryBudget> memory_;
+  Accounts accounts_;
+  // Of all sessions: the driver opens a handle once, and gives the same mapping to all who open it again.
+  ImportCache legacy_imports_;
 
   std::mutex mutex_;
-  PrincipalCounts leases_of_;
-  PrincipalCounts sessions_of_;
   IdTable<Lease> leases_;
   IdTable<std::shared_ptr<Session>> sessions_;
   IdTable<OwnedBuffer> buffers_;
+  std::list<EndedSession> ended_;
   std::uint64_t next_ticket_ = 1;
 };
 

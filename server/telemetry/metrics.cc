@@ -279,6 +279,10 @@ void Metrics::SetRpcConnections(std::size_t open) {
   table_->rpc_connections().Set(static_cast<double>(open));
 }
 
+void Metrics::SetRestarts(std::uint32_t restarts) {
+  table_->restarts().Set(restarts);
+}
+
 void Metrics::SetGpu(const GpuReading& reading) {
   if (table_->gpu_info.extent() == 0) return;
   const auto set = [](prometheus::Gauge& gauge, const auto& value) {
@@ -321,6 +325,23 @@ void Metrics::SessionEnded(SessionEnd reason) {
   table_->session_ends(reason).Increment();
 }
 
+void Metrics::SetSessionsEnding(std::size_t ending, std::size_t quarantined) {
+  table_->sessions_ending().Set(static_cast<double>(ending));
+  table_->sessions_quarantined().Set(static_cast<double>(quarantined));
+}
+
+void Metrics::LeaseOpened(LeaseKind kind) {
+  table_->leases(kind).Increment();
+}
+
+void Metrics::LeaseClosed(LeaseKind kind) {
+  table_->leases(kind).Decrement();
+}
+
+void Metrics::Quarantined() {
+  table_->quarantines().Increment();
+}
+
 void Metrics::SideConnectionOpened() {
   table_->side_connections().Increment();
 }
@@ -341,6 +362,19 @@ void Metrics::BufferAdded(BufferOrigin origin, std::uint64_t bytes) {
 void Metrics::BufferRemoved(BufferOrigin origin, std::uint64_t bytes) {
   table_->buffers(origin).Decrement();
   table_->buffer_bytes(origin).Decrement(static_cast<double>(bytes));
+}
+
+void Metrics::SetBufferHeldBytes(std::uint64_t bytes) {
+  table_->buffer_held_bytes().Set(static_cast<double>(bytes));
+}
+
+void Metrics::SetCleanups(std::size_t waiting, std::size_t stuck) {
+  table_->cleanups_waiting().Set(static_cast<double>(waiting));
+  table_->cleanups_stuck().Set(static_cast<double>(stuck));
+}
+
+void Metrics::CleanupDone() {
+  table_->cleanups().Increment();
 }
 
 void Metrics::OperationAccepted() {

@@ -63,6 +63,7 @@ class Metrics {
   void SetReady(bool ready);
   void SetIsolationMode(IsolationMode mode);
   void SetRpcConnections(std::size_t open);
+  void SetRestarts(std::uint32_t restarts);
 
   // What the GPU says at this scrape, in full: what a reading lacks becomes 0. Nothing happens without a GPU.
   void SetGpu(const GpuReading& reading);
@@ -73,11 +74,18 @@ class Metrics {
 
   void SessionOpened();
   void SessionEnded(SessionEnd reason);
+  void SetSessionsEnding(std::size_t ending, std::size_t quarantined);  // the second are among the first
+  void LeaseOpened(LeaseKind kind);
+  void LeaseClosed(LeaseKind kind);
+  void Quarantined();  // a session's end, or a clean-up
   void SideConnectionOpened();
   void SideConnectionClosed();
   void SideMessageReceived(SideMessage kind);
   void BufferAdded(BufferOrigin origin, std::uint64_t bytes);
   void BufferRemoved(BufferOrigin origin, std::uint64_t bytes);
+  void SetBufferHeldBytes(std::uint64_t bytes);
+  void SetCleanups(std::size_t waiting, std::size_t stuck);
+  void CleanupDone();
 
   // The life of an operation: accepted, launched unless refused or empty, finished; each at most once.
   void OperationAccepted();

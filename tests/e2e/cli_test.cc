@@ -197,7 +197,7 @@ TEST_F(CliTest, Buffers) {
     const json list = Json(arguments);
     ASSERT_EQ(list.size(), 1U);
     EXPECT_EQ(KeysOf(list[0]), (std::set<std::string>{"buffer_id", "origin", "space", "bytes", "references", "age_ms",
-                                                      "principal", "owner_pid", "session_label"}));
+                                                      "principal", "owner_pid", "session", "session_label", "shares"}));
     EXPECT_EQ(list[0].value("bytes", 0), 5000);
     EXPECT_EQ(list[0].value("origin", ""), "allocated");
     EXPECT_EQ(list[0].value("buffer_id", "").size(), 32U);

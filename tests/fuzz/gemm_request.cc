@@ -3,6 +3,7 @@
 #include <google/protobuf/descriptor.h>
 
 #include <algorithm>
+#include <chrono>
 #include <initializer_list>
 #include <iostream>
 #include <memory>
@@ -19,6 +20,7 @@
 #include "tests/fuzz/bound_checks.h"
 #include "tests/server/exec/bound_memory.h"
 #include "tests/server/session/posix_fixtures.h"
+#include "tests/server/session/session_fixtures.h"
 
 namespace tessera::fuzz {
 namespace {
@@ -102,7 +104,7 @@ class Daemon {
 
  private:
   void AddUsable(const Id& id, std::uint64_t memory_offset) {
-    const server::BufferPin pin = MustHave(table_.PinBuffer(*session_, id));
+    const server::BufferPin pin = MustHave(table_.PinBuffer(*session_, id, server::BufferAccess::kReadWrite));
     usable_[id.Bytes()] = {
         .data = pin->data(), .bytes = pin->bytes(), .memory = memories_++, .memory_offset = memory_offset};
     known_.push_back(id.Bytes());
@@ -243,13 +245,14 @@ class Daemon {
   // Pins of all buffers.
   std::size_t Users(const v1::GemmRequest& request) {
     std::size_t users = 0;
-    const auto rows = table_.ListBuffers([](const server::Peer&) { return true; });
+    const auto rows = table_.ListBuffers([](const server::Peer&) { return true; }).rows;
     for (const server::BufferRow& row : rows) users += row.users;
     if (rows.size() != buffers_) BrokenPromise(request, "buffers", "their number changed");
     return users;
   }
 
   server::Metrics metrics_{server::MetricsOptions{.version = "fuzz", .variants = {}}};
+  server::Reaper reaper_{std::chrono::seconds(10), metrics_};
   server::SessionTable table_{1,
                               {.sessions_max = 2,
                                .leases_max = 2,
@@ -257,7 +260,8 @@ class Daemon {
                                .buffer_bytes_max = 1U << 24U,
                                .session_buffer_bytes_max = 1U << 24U},
                               metrics_,
-                              [] { return std::make_shared<server::SessionLane>(); }};
+                              reaper_,
+                              server::MakeIdleLane};
   const planner::GemmPlanner planner_{kernels::GemmVariants()};
   std::shared_ptr<server::Session> session_, other_session_;
   KnownBuffers usable_;

@@ -18,6 +18,7 @@
 #include "kernels/launch/gemm_addressable.h"
 #include "server/exec/devices.h"
 #include "server/exec/executor.h"
+#include "server/session/reaper.h"
 #include "server/session/session_table.h"
 #include "server/telemetry/log.h"
 #include "server/telemetry/metrics.h"
@@ -25,6 +26,7 @@
 #include "tests/gpu/bench_gemm.h"
 #include "tests/gpu/bench_samples.h"
 #include "tests/gpu/bench_workers.h"
+#include "tests/server/session/session_fixtures.h"
 
 namespace tessera::gpu_test {
 namespace {
@@ -46,15 +48,18 @@ class Submission {
   Submission(server::OpenedDevices opened, const BenchGemm& gemm)
       : metrics_(MetricsOptions()),
         gpu_memory_(std::move(opened.gpu_memory)),
+        reaper_(10s, metrics_),
         executor_(std::move(opened.devices), kernels::Backend::kCuda, {.queue_max = 16, .queue_per_session_max = 16},
                   metrics_),
-        sessions_(/*epoch=*/1, {.sessions_max = 1, .leases_max = 1}, metrics_, [this] { return executor_.MakeLane(); }),
+        sessions_(/*epoch=*/1, {.sessions_max = 1, .leases_max = 1}, metrics_, reaper_,
+                  [this] { return executor_.MakeLane(); }),
         space_(server::MemorySpace::Gpu(gpu_memory_->uuid())),
         gemm_(gemm) {}
 
   ~Submission() {
     session_.reset();
     sessions_.EndAllSessions(server::SessionEnd::kDrained);
+    server::AwaitIdle(reaper_);  // the session's lane has streams of the executor's devices
   }
 
   absl::Status Open() {
@@ -100,6 +105,7 @@ class Submission {
 
   server::Metrics metrics_;
   const std::unique_ptr<server::DeviceMemory> gpu_memory_;
+  server::Reaper reaper_;
   server::Executor executor_;
   server::SessionTable sessions_;
   const server::MemorySpace space_;

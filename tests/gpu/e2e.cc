@@ -14,8 +14,8 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <random>
 #include <string>
-#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -25,6 +25,7 @@
 #include "common/text.h"
 #include "tests/gpu/e2e_client.h"
 #include "tests/gpu/e2e_daemon.h"
+#include "tests/gpu/e2e_lifetimes.h"
 #include "tests/gpu/e2e_process.h"
 #include "tests/gpu/e2e_report.h"
 
@@ -35,10 +36,12 @@ using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 using Json = nlohmann::ordered_json;
 
-constexpr auto kJobLimit = 90s;
-constexpr auto kReadyLimit = 40s;    // from the victim's start to its products being under way
-constexpr auto kCleanUpLimit = 20s;  // from its death to its memory being back
-constexpr std::int64_t kMemoryTolerance = std::int64_t{64} << 20;
+constexpr auto kJobLimit = 120s;
+// Lifetimes are long in two environments, and only looked at in the others, which differ in how memory is opened.
+constexpr int kKills = 25;
+constexpr int kKillsElsewhere = 3;
+constexpr int kCycles = 10'000;
+constexpr int kCyclesWithMps = 1'000;
 
 struct Options {
   std::string dist;
@@ -46,7 +49,8 @@ struct Options {
   std::string git = "unknown";
   std::string filter;
   bool allow_skip = false;
-  int budget_s = 0;  // 0 = none
+  int budget_s = 0;        // 0 = none
+  std::uint64_t seed = 0;  // of the points at which clients are killed
   Clock::time_point begin = Clock::now();
 
   // What is left of the budget, at most `limit`: every wait is for no longer, so that what was started is ended in
@@ -65,6 +69,7 @@ struct Environment {
   int daemon_pid = 0;  // 0: the PID namespace of this program; else in namespaces of their own
   int client_pid = 0;
   bool collision() const { return daemon_pid != 0 && daemon_pid == client_pid; }
+  bool own_pids() const { return daemon_pid == 0 && client_pid == 0; }
 };
 
 // 1 and 1 is what two containers have.
@@ -119,7 +124,8 @@ class EnvironmentRun {
       RunJob("collision");
     } else {
       for (const char* const job : {"routes", "refusals", "hostile", "cycles"}) RunJob(job);
-      KillClient();
+      if (environment_.own_pids()) RunLifetimes();
+      KillClients();
     }
     Row& end = Add("daemon's end");
     end.Check(daemon_->alive(), "the daemon is gone: " + daemon_->LogTail());
@@ -145,17 +151,19 @@ class EnvironmentRun {
     return scratch_.File(absl::StrCat(prefix_, "-", job, "-", ++results_, ".json"));
   }
 
-  absl::StatusOr<Process> StartClient(const std::string& job, const std::string& result) {
-    return Process::Start({.command = {SelfPath(), "--client", job, "--socket", daemon_->socket(), "--result", result},
+  absl::StatusOr<Process> StartClient(const std::string& job, const std::string& result, const std::string& board = {},
+                                      int cycles = 0) {
+    return Process::Start({.command = {SelfPath(), "--client", job, "--socket", daemon_->socket(), "--result", result,
+                                       "--board", board, "--cycles", std::to_string(cycles)},
                            .environment = variables_,
                            .log = scratch_.File(absl::StrCat(prefix_, "-", job, ".log")),
                            .pid_number = environment_.client_pid});
   }
 
-  absl::StatusOr<Json> AnswerOf(const std::string& job) {
+  absl::StatusOr<Json> AnswerOf(const std::string& job, int cycles) {
     if (options_.Expired()) return OutOfTime();
     const std::string result = ResultPath(job);
-    ASSIGN_OR_RETURN(Process client, StartClient(job, result));
+    ASSIGN_OR_RETURN(Process client, StartClient(job, result, {}, cycles));
     const std::optional<int> code = client.Wait(options_.Within(kJobLimit));
     if (!code.has_value()) {
       return absl::DeadlineExceededError(absl::StrCat("client job ", job, ": no end: ", client.LogTail()));
@@ -166,8 +174,8 @@ class EnvironmentRun {
     return absl::InternalError(absl::StrCat("client job ", job, ": exit code ", *code, ": ", client.LogTail()));
   }
 
-  void RunJob(const std::string& job, const std::string& route = {}) {
-    const absl::StatusOr<Json> answer = AnswerOf(job);
+  void RunJob(const std::string& job, const std::string& route = {}, int cycles = 0) {
+    const absl::StatusOr<Json> answer = AnswerOf(job, cycles);
     if (!answer.ok()) return Add(route.empty() ? job : route).Check(false, MessageOf(answer.status()));
     for (Row row : answer->get<std::vector<Row>>()) {
       if (!route.empty()) row.route = route;
@@ -186,58 +194,27 @@ class EnvironmentRun {
               absl::StrCat("the metric tessera_isolation_mode does not say ", want));
   }
 
-  absl::StatusOr<std::int64_t> FreeBytes() {
-    ASSIGN_OR_RETURN(const Json answer, AnswerOf("probe"));
-    return answer.value("free_bytes", std::int64_t{0});
+  // Fewer where only the process numbers differ.
+  void KillClients() {
+    const LifetimeStage stage{
+        .daemon = &daemon_->client(),
+        .same_pids = environment_.own_pids(),
+        .seed = options_.seed + static_cast<std::uint64_t>(results_),
+        .start = [this](const std::string& job, const std::string& board) { return StartClient(job, "", board); },
+        .new_path = [this](const std::string& name) { return ResultPath(name); },
+        .within = [this](std::chrono::milliseconds limit) { return options_.Within(limit); }};
+    rows_.push_back(RunKilled(stage, environment_.own_pids() ? kKills : kKillsElsewhere));
+    Row& alive = Add("after the kills");
+    alive.Check(daemon_->alive(), "the daemon is gone: " + daemon_->LogTail());
+    RunJob("quick", "after the kills");
   }
 
-  // Buffers of all sessions; -1 if the daemon does not say.
-  int Buffers() {
-    const absl::StatusOr<v1::ListBuffersReply> list = daemon_->client().ListBuffers(/*all_principals=*/true);
-    return list.ok() ? list->buffers_size() : -1;
-  }
-
-  bool Idle() {
-    const absl::StatusOr<v1::ServerInfoReply> info = daemon_->client().ServerInfo();
-    return info.ok() && info->in_flight() == 0 && info->sessions() == 0;
-  }
-
-  void KillClient() {
-    Row row{.environment = {}, .route = "killed"};
-    const absl::Status status = KillAndLook(row);
-    if (!status.ok()) row.Check(false, MessageOf(status));
-    rows_.push_back(std::move(row));
-    RunJob("quick", "after the kill");
-  }
-
-  absl::Status KillAndLook(Row& row) {
-    row.Check(Eventually(options_.Within(kCleanUpLimit), [&] { return Buffers() == 0 && Idle(); }),
-              absl::StrCat(Buffers(), " buffers before the victim, ", Idle() ? "idle" : "not idle"));
-    ASSIGN_OR_RETURN(const std::int64_t before, FreeBytes());
-    const std::string result = ResultPath("victim");
-    ASSIGN_OR_RETURN(Process victim, StartClient("victim", result));
-    std::error_code error;
-    const bool ready = Eventually(options_.Within(kReadyLimit),
-                                  [&] { return std::filesystem::exists(result, error) || !victim.running(); });
-    if (!ready || !victim.running()) return absl::InternalError("the victim did not get to work: " + victim.LogTail());
-    row.Check(Buffers() == 3, absl::StrCat(Buffers(), " buffers while the victim works; it has 3"));
-    ASSIGN_OR_RETURN(const std::int64_t during, FreeBytes());
-    row.Check(during < before - kMemoryTolerance, "the victim's memory does not show: this test would see no leak");
-
-    victim.Kill();
-    row.Check(Eventually(options_.Within(kCleanUpLimit), [&] { return Buffers() == 0 && Idle(); }),
-              absl::StrCat("after the kill: ", Buffers(), " buffers, ", Idle() ? "idle" : "not idle"));
-    row.Check(daemon_->alive(), "the daemon is gone: " + daemon_->LogTail());
-    std::int64_t after = 0;
-    const bool back = Eventually(options_.Within(kCleanUpLimit), [&] {
-      const absl::StatusOr<std::int64_t> now = FreeBytes();
-      after = now.ok() ? *now : 0;
-      return after >= before - kMemoryTolerance;
-    });
-    row.Check(back, absl::StrCat(before - after, " bytes of GPU memory did not come back"));
-    row.Remark(absl::StrCat((before - during) >> 20, " MiB in use by the victim, ", (before - after) >> 20,
-                            " MiB less free afterwards"));
-    return absl::OkStatus();
+  // How long memory lives, where process numbers are everybody's.
+  void RunLifetimes() {
+    for (const char* const job : {"sub-buffers", "reused-address", "released-running", "shared", "producer"}) {
+      RunJob(job);
+    }
+    RunJob("import-cycles", {}, environment_.mps ? kCyclesWithMps : kCycles);
   }
 
   const Options& options_;
@@ -279,13 +256,10 @@ void Print(const Row& row) {
 
 bool WriteReport(const Options& options, const Json& gpu, const std::vector<Row>& rows, double seconds) {
   if (options.json.empty()) return true;
-  const Json report = {{"gpu", gpu.value("gpu", "")},
-                       {"driver", gpu.value("driver", "")},
-                       {"cuda", gpu.value("cuda", "")},
-                       {"git", options.git},
-                       {"rows", rows},
-                       {"failed", FailedOf(rows)},
-                       {"seconds", seconds}};
+  const Json report = {{"gpu", gpu.value("gpu", "")},   {"driver", gpu.value("driver", "")},
+                       {"cuda", gpu.value("cuda", "")}, {"git", options.git},
+                       {"seed", options.seed},          {"rows", rows},
+                       {"failed", FailedOf(rows)},      {"seconds", seconds}};
   std::ofstream file(options.json);
   file << report.dump(1) << "\n";
   file.close();
@@ -302,6 +276,7 @@ absl::StatusOr<int> RunEnvironments(const Options& options) {
   ASSIGN_OR_RETURN(const Json gpu, ProbeGpu(scratch));
   std::printf("%s, driver %s, CUDA %s\n", gpu.value("gpu", "").c_str(), gpu.value("driver", "").c_str(),
               gpu.value("cuda", "").c_str());
+  std::printf("TESSERA_TEST_SEED=%llu\n", static_cast<unsigned long long>(options.seed));
   std::vector<Row> rows;
   int number = 0;
   bool written = true;
@@ -335,6 +310,7 @@ int main(int argc, char** argv) {
   using namespace tessera::gpu_test;
   if (argc > 3 && std::strcmp(argv[1], "--init") == 0) return RunAsInit(std::atoi(argv[2]), argv + 3);
   Options options;
+  options.seed = std::random_device()();
   ClientJob client;
   CLI::App app("A daemon and its clients over shared memory of device 0, with and without MPS and PID namespaces");
   app.add_option("--dist", options.dist, "the installed tree: bin/tesserad");
@@ -343,10 +319,14 @@ int main(int argc, char** argv) {
   app.add_option("--environment", options.filter, "only environments whose name contains this");
   app.add_flag("--allow-skip", options.allow_skip, "environments that this machine cannot make are no failures");
   app.add_option("--budget-s", options.budget_s, "fail if it takes longer, in seconds; 0 = no limit");
+  app.add_option("--seed", options.seed, "of the points at which clients are killed; printed if it is left to chance")
+      ->envname("TESSERA_TEST_SEED");
   // How this program starts itself as a client; an empty group is not shown.
   app.add_option("--client", client.job)->group("");
   app.add_option("--socket", client.socket)->group("");
   app.add_option("--result", client.result)->group("");
+  app.add_option("--board", client.board)->group("");
+  app.add_option("--cycles", client.cycles)->group("");
   CLI11_PARSE(app, argc, argv);
   return client.job.empty() ? Main(options) : RunClient(client);
 }

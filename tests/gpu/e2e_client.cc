@@ -4,13 +4,9 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <deque>
 #include <filesystem>
 #include <fstream>
-#include <functional>
-#include <future>
 #include <map>
-#include <memory>
 #include <optional>
 #include <system_error>
 #include <utility>
@@ -22,6 +18,7 @@
 #include "common/status_macros.h"
 #include "common/text.h"
 #include "tests/gpu/e2e_hostile.h"
+#include "tests/gpu/e2e_lifetime_jobs.h"
 #include "tests/gpu/e2e_memory.h"
 #include "tests/gpu/e2e_problem.h"
 #include "tests/gpu/e2e_report.h"
@@ -31,17 +28,10 @@ namespace tessera::gpu_test {
 namespace {
 
 using namespace std::chrono_literals;
-using Clock = std::chrono::steady_clock;
 using Json = nlohmann::ordered_json;
 
-constexpr std::int64_t kMiB = std::int64_t{1} << 20;
 constexpr int kCycles = 200;
-constexpr std::int64_t kLeakMax = 2 * kMiB;
-constexpr auto kVictimLimit = 120s;
-
-std::string Text(const absl::Status& status) {
-  return std::string(Sv(status.ToString()));
-}
+constexpr std::int64_t kLeakMax = std::int64_t{2} << 20;
 
 // Written under another name first: whoever waits for the file finds all of it.
 absl::Status WriteFile(const std::string& path, const std::string& text) {
@@ -52,19 +42,6 @@ absl::Status WriteFile(const std::string& path, const std::string& text) {
   if (!file.fail()) std::filesystem::rename(path + ".part", path, error);
   if (file.fail() || error) return absl::InternalError(absl::StrCat("cannot write ", path));
   return absl::OkStatus();
-}
-
-// A connection with a session.
-struct Connected {
-  client::Client client;
-  client::Session session;
-};
-
-absl::StatusOr<Connected> Connect(const ClientJob& job) {
-  ASSIGN_OR_RETURN(client::Client client,
-                   client::Client::Connect({.socket = job.socket, .side_channel = {}, .timeout = 20s}));
-  ASSIGN_OR_RETURN(client::Session session, client.OpenSession(job.job));
-  return Connected{.client = std::move(client), .session = std::move(session)};
 }
 
 // Offsets that keep 256 bytes of alignment, and that keep an element's alone.
@@ -120,14 +97,6 @@ std::vector<Row> RunRoutes(Connected& connected, const std::vector<std::string>&
   std::vector<Row> rows;
   for (const std::string& route : routes) rows.push_back(RunRoute(connected, route, problems));
   return rows;
-}
-
-// That `status` is an error of `code` whose message has every one of `words`.
-void CheckRefused(Row& row, const std::string& what, const absl::Status& status, absl::StatusCode code,
-                  const std::vector<std::string>& words) {
-  bool right = status.code() == code;
-  for (const std::string& word : words) right = right && absl::StrContains(status.message(), word);
-  row.Check(right, absl::StrCat(what, ": ", status.ToString()));
 }
 
 constexpr std::int64_t kExtent = 128;  // of M, N and K where the numbers do not matter
@@ -241,35 +210,6 @@ std::vector<Row> RunCollision(Connected& connected) {
   return rows;
 }
 
-// Large products on memory of every kind, several under way at any time. Ends by being killed.
-absl::Status RunVictim(const ClientJob& job) {
-  constexpr std::int64_t kSide = 8192;
-  constexpr std::uint64_t kBytes = kSide * kSide * 2 * 4;  // four times what a tensor takes: a leak must show
-  constexpr std::size_t kUnderWay = 8;
-  ASSIGN_OR_RETURN(Connected connected, Connect(job));
-  client::Session& session = connected.session;
-  ASSIGN_OR_RETURN(const auto plain, AllocatePlain(kBytes));
-  ASSIGN_OR_RETURN(const auto vmm, AllocateVmm(kBytes));
-  RETURN_IF_ERROR(ToStatus(cudaMemset(plain->data(), 0, kBytes), "cudaMemset"));
-  RETURN_IF_ERROR(ToStatus(cudaMemset(vmm->data(), 0, kBytes), "cudaMemset"));
-  RETURN_IF_ERROR(ToStatus(cudaDeviceSynchronize(), "cudaMemset"));
-  ASSIGN_OR_RETURN(const client::Buffer a, session.ImportDevice(plain->data()));
-  ASSIGN_OR_RETURN(const client::Buffer b, session.ImportDevice(vmm->data()));
-  ASSIGN_OR_RETURN(const client::Buffer d, session.AllocateOnDevice(kBytes));
-  const auto view = [](const client::Buffer& buffer) { return buffer.Tensor(DType::kBf16, {kSide, kSide}); };
-  const client::GemmSpec spec{.a = view(a), .b = view(b), .d = view(d), .backend = v1::BACKEND_CUDA};
-
-  const Clock::time_point end = Clock::now() + kVictimLimit;
-  std::deque<std::future<absl::StatusOr<client::GemmResult>>> under_way;
-  for (int done = 0; Clock::now() < end; ++done) {
-    while (under_way.size() < kUnderWay) under_way.push_back(session.GemmAsync(spec));
-    RETURN_IF_ERROR(under_way.front().get().status());
-    under_way.pop_front();
-    if (done == 2 * kUnderWay) RETURN_IF_ERROR(WriteFile(job.result, "ready"));
-  }
-  return absl::DeadlineExceededError("nobody killed the victim");
-}
-
 // What was tried must not have harmed the daemon: a product after it is right.
 std::vector<Row> RunHostile(Connected& connected, const std::string& socket) {
   Row row{.environment = {}, .route = "hostile"};
@@ -294,6 +234,7 @@ absl::StatusOr<Json> Probe() {
 }
 
 absl::StatusOr<std::vector<Row>> RunRows(const ClientJob& job) {
+  if (IsLifetimeJob(job.job)) return RunLifetimeJob(job);
   ASSIGN_OR_RETURN(Connected connected, Connect(job));
   if (job.job == "routes") {
     return RunRoutes(connected, {"daemon-owned", "handle", "descriptor", "mixed"}, /*few=*/false);
@@ -307,7 +248,7 @@ absl::StatusOr<std::vector<Row>> RunRows(const ClientJob& job) {
 }
 
 absl::Status RunJob(const ClientJob& job) {
-  if (job.job == "victim") return RunVictim(job);
+  if (IsCompanionJob(job.job)) return RunCompanionJob(job);
   if (job.job == "probe") {
     ASSIGN_OR_RETURN(const Json answer, Probe());
     return WriteFile(job.result, answer.dump());
@@ -317,6 +258,24 @@ absl::Status RunJob(const ClientJob& job) {
 }
 
 }  // namespace
+
+std::string Text(const absl::Status& status) {
+  return std::string(Sv(status.ToString()));
+}
+
+absl::StatusOr<Connected> Connect(const ClientJob& job) {
+  ASSIGN_OR_RETURN(client::Client client,
+                   client::Client::Connect({.socket = job.socket, .side_channel = {}, .timeout = 20s}));
+  ASSIGN_OR_RETURN(client::Session session, client.OpenSession(job.job));
+  return Connected{.client = std::move(client), .session = std::move(session)};
+}
+
+void CheckRefused(Row& row, const std::string& what, const absl::Status& status, absl::StatusCode code,
+                  const std::vector<std::string>& words) {
+  bool right = status.code() == code;
+  for (const std::string& word : words) right = right && absl::StrContains(status.message(), word);
+  row.Check(right, absl::StrCat(what, ": ", status.ToString()));
+}
 
 int RunClient(const ClientJob& job) {
   const absl::Status status = RunJob(job);

@@ -3,6 +3,12 @@
 #pragma once
 
 #include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "client/client.h"
+#include "tests/gpu/e2e_report.h"
 
 namespace tessera::gpu_test {
 
@@ -13,14 +19,29 @@ namespace tessera::gpu_test {
 //   collision  the handle route is refused for the PID number, the others compute
 //   refusals   calls and imports that must be refused, in words
 //   cycles     200 times allocate, import, release, free: nothing stays
-//   victim     keeps products under way on large buffers until it is killed; makes `result` when they are
+// and those of e2e_lifetime_jobs.h.
 struct ClientJob {
   std::string job;
   std::string socket;
   std::string result;  // file for the answer
+  std::string board;   // file of a board (e2e_board.h), for jobs that have one
+  int cycles = 0;      // for jobs that have a number of them
 };
 
 // Exit code 0 if the job ran and its answer was written, whatever it says.
 int RunClient(const ClientJob& job);
+
+// A connection with a session, whose label is the job's name.
+struct Connected {
+  client::Client client;
+  client::Session session;
+};
+absl::StatusOr<Connected> Connect(const ClientJob& job);
+
+std::string Text(const absl::Status& status);
+
+// Checks that `status` is an error of `code` whose message has every one of `words`.
+void CheckRefused(Row& row, const std::string& what, const absl::Status& status, absl::StatusCode code,
+                  const std::vector<std::string>& words);
 
 }  // namespace tessera::gpu_test

@@ -27,8 +27,7 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kMpsStartLimit = 15s;
 constexpr auto kMpsQuitLimit = 20s;
 constexpr auto kAnswerLimit = 5s;
-constexpr auto kServingLimit = 90s;  // the first CUDA context of a machine takes long, the more so under MPS
-constexpr auto kDrainLimit = 40s;
+constexpr auto kChildGoneLimit = 3s;
 
 // A program of PATH; "" if there is none.
 std::string FindProgram(const std::string& name) {
@@ -39,6 +38,24 @@ std::string FindProgram(const std::string& name) {
     if (::access(candidate.c_str(), X_OK) == 0) return candidate;
   }
   return "";
+}
+
+// Numbers of the processes whose command line begins with a tesserad and names `socket`.
+std::vector<pid_t> DaemonsOf(const std::string& socket) {
+  std::vector<pid_t> found;
+  std::error_code error;
+  for (std::filesystem::directory_iterator entry("/proc", error), end; !error && entry != end; entry.increment(error)) {
+    const std::string name = entry->path().filename().string();
+    if (name.find_first_not_of("0123456789") != std::string::npos || name.size() > 9) continue;
+    std::ifstream file(entry->path() / "cmdline");
+    std::string program;
+    std::getline(file, program, '\0');
+    if (std::filesystem::path(program).filename() != "tesserad") continue;
+    for (std::string argument; std::getline(file, argument, '\0');) {
+      if (argument == socket) found.push_back(std::atoi(name.c_str()));
+    }
+  }
+  return found;
 }
 
 }  // namespace
@@ -79,6 +96,26 @@ std::vector<std::string> Mps::environment() const {
   return {"CUDA_MPS_PIPE_DIRECTORY=" + directory_ + "/pipe", "CUDA_MPS_LOG_DIRECTORY=" + directory_ + "/log"};
 }
 
+absl::Status Mps::AdmitOtherUsers() const {
+  std::error_code error;
+  for (const char* const folder : {"/pipe", "/log"}) {
+    std::filesystem::permissions(directory_ + folder, std::filesystem::perms::all, error);
+    if (error) return absl::PermissionDeniedError(absl::StrCat(directory_, folder, ": ", error.message()));
+  }
+  // The servers of all users write to one file, which would be that of the first one.
+  const std::string log = directory_ + "/log/server.log";
+  std::ofstream(log, std::ios::app).close();
+  std::filesystem::permissions(log, static_cast<std::filesystem::perms>(0666), error);
+  if (error) return absl::PermissionDeniedError(absl::StrCat(log, ": ", error.message()));
+  // The way there, for which others need no more than to pass.
+  const std::filesystem::path scratch = std::filesystem::path(directory_).parent_path();
+  for (const std::filesystem::path& path : {scratch, std::filesystem::path(directory_)}) {
+    std::filesystem::permissions(path, std::filesystem::perms::others_exec, std::filesystem::perm_options::add, error);
+    if (error) return absl::PermissionDeniedError(absl::StrCat(path.string(), ": ", error.message()));
+  }
+  return absl::OkStatus();
+}
+
 std::string Mps::Ask(const std::string& command) const {
   const std::string answer = directory_ + "/answer.txt";
   std::error_code error;
@@ -115,30 +152,41 @@ std::vector<std::string> WithoutMps(const ScratchDirectory& scratch) {
 
 absl::StatusOr<std::unique_ptr<TestDaemon>> TestDaemon::Start(const ScratchDirectory& scratch, const DaemonSpec& spec) {
   std::string socket = scratch.File(spec.name + ".sock");
-  ASSIGN_OR_RETURN(Process process, Process::Start({.command = {spec.dist + "/bin/tesserad", "--socket", socket,
-                                                                "--http-address", "127.0.0.1:0", "--cuda-device", "0"},
+  std::vector<std::string> command = {
+      spec.dist + "/bin/tesserad", "--socket", socket, "--http-address", "127.0.0.1:0", "--cuda-device", "0"};
+  command.insert(command.end(), spec.arguments.begin(), spec.arguments.end());
+  ASSIGN_OR_RETURN(Process process, Process::Start({.command = std::move(command),
                                                     .environment = spec.environment,
                                                     .log = scratch.File(spec.name + ".log"),
                                                     .pid_number = spec.pid_number}));
   std::unique_ptr<TestDaemon> daemon(new TestDaemon(std::move(process), std::move(socket)));
-  RETURN_IF_ERROR(daemon->AwaitServing());
+  RETURN_IF_ERROR(daemon->Reconnect(spec.serving_limit));
   return daemon;
 }
 
-absl::Status TestDaemon::AwaitServing() {
+TestDaemon::~TestDaemon() {
+  process_.Kill();
+  // The child of a killed supervisor is told to go by the kernel at the latest now, but nobody waits for it.
+  Eventually(kChildGoneLimit, [&] { return DaemonsOf(socket_).empty(); });
+  for (const pid_t pid : DaemonsOf(socket_)) static_cast<void>(::kill(pid, SIGKILL));
+}
+
+absl::Status TestDaemon::Reconnect(std::chrono::milliseconds limit) {
   std::string last = "no answer";
-  Eventually(kServingLimit, [&] {
+  bool connected = false;
+  Eventually(limit, [&] {
     if (!process_.running()) return true;
-    absl::StatusOr<client::Client> connected =
+    absl::StatusOr<client::Client> client =
         client::Client::Connect({.socket = socket_, .side_channel = {}, .timeout = 2s});
-    if (!connected.ok()) {
-      last = std::string(connected.status().message());
+    if (!client.ok()) {
+      last = std::string(client.status().message());
       return false;
     }
-    client_ = std::make_unique<client::Client>(*std::move(connected));
+    client_ = std::make_unique<client::Client>(*std::move(client));
+    connected = true;
     return true;
   });
-  if (client_ != nullptr && process_.running()) return absl::OkStatus();
+  if (connected && process_.running()) return absl::OkStatus();
   const std::optional<int> code = process_.Wait(0ms);
   return absl::UnavailableError(absl::StrCat(
       "tesserad does not serve: ", code.has_value() ? absl::StrCat("exit code ", *code) : last, ": ", LogTail()));
@@ -159,9 +207,9 @@ std::string TestDaemon::Metrics() const {
   return reply.str();
 }
 
-absl::Status TestDaemon::Stop() {
+absl::Status TestDaemon::Stop(std::chrono::milliseconds limit) {
   RETURN_IF_ERROR(client_->Drain().status());
-  const std::optional<int> code = process_.Wait(kDrainLimit);
+  const std::optional<int> code = process_.Wait(limit);
   if (code == 0) return absl::OkStatus();
   return absl::InternalError(absl::StrCat(
       "tesserad ", code.has_value() ? absl::StrCat("exited with ", *code) : "does not end", ": ", LogTail()));

@@ -26,6 +26,8 @@ class Mps {
 
   // For processes that shall use it.
   std::vector<std::string> environment() const;
+  // Lets processes of other users ask for a context here, too; its directories are root's otherwise.
+  absl::Status AdmitOtherUsers() const;
 
  private:
   Mps(Process control, std::string program, std::string directory)
@@ -43,15 +45,20 @@ std::vector<std::string> WithoutMps(const ScratchDirectory& scratch);
 
 struct DaemonSpec {
   std::string dist;
-  std::string name;                      // of its socket and log in the scratch directory
-  std::vector<std::string> environment;  // of Mps or WithoutMps
-  int pid_number = 0;                    // as in ProcessSpec
+  std::string name;                         // of its socket and log in the scratch directory
+  std::vector<std::string> environment;     // of Mps or WithoutMps
+  int pid_number = 0;                       // as in ProcessSpec
+  std::vector<std::string> arguments = {};  // of tesserad, behind the ones that it always gets
+  // From its start to its first answer: the first CUDA context of a machine takes long, the more so under MPS.
+  std::chrono::milliseconds serving_limit = std::chrono::seconds(90);
 };
 
 class TestDaemon {
  public:
   // Serving device 0, or an error with the end of its log.
   static absl::StatusOr<std::unique_ptr<TestDaemon>> Start(const ScratchDirectory& scratch, const DaemonSpec& spec);
+  // Kills, a supervised daemon with its supervisor.
+  ~TestDaemon();
 
   const std::string& socket() const { return socket_; }
   // This process's own connection; it may administer.
@@ -59,14 +66,15 @@ class TestDaemon {
   bool alive() { return process_.running(); }
   std::string LogTail() const { return process_.LogTail(); }
 
+  // A new connection, for after a restart; an error if nobody answers within `limit`. client() is the old one then.
+  absl::Status Reconnect(std::chrono::milliseconds limit);
   // The text of /metrics, "" if nobody answers.
   std::string Metrics() const;
   // Drains; an error if it does not then exit with 0 in time.
-  absl::Status Stop();
+  absl::Status Stop(std::chrono::milliseconds limit = std::chrono::seconds(40));
 
  private:
   TestDaemon(Process process, std::string socket) : process_(std::move(process)), socket_(std::move(socket)) {}
-  absl::Status AwaitServing();
 
   Process process_;
   const std::string socket_;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
@@ -16,7 +17,8 @@ struct Row {
   std::string route;
   std::int64_t cases = 0;
   std::int64_t failed = 0;
-  std::string detail;  // the first failures, or a remark
+  std::string detail;                           // the first failures, or a remark
+  std::map<std::string, double> measured = {};  // the unit is the name's end
 
   // One case; `what` says what is wrong if it failed.
   void Check(bool ok, std::string_view what) {
@@ -40,6 +42,7 @@ inline void to_json(nlohmann::ordered_json& json, const Row& row) {  // NOLINT(r
           {"cases", row.cases},
           {"failed", row.failed},
           {"detail", row.detail}};
+  if (!row.measured.empty()) json["measured"] = row.measured;
 }
 
 inline void from_json(const nlohmann::ordered_json& json, Row& row) {  // NOLINT(readability-identifier-naming)
@@ -48,6 +51,7 @@ inline void from_json(const nlohmann::ordered_json& json, Row& row) {  // NOLINT
   json.at("cases").get_to(row.cases);
   json.at("failed").get_to(row.failed);
   json.at("detail").get_to(row.detail);
+  if (json.contains("measured")) json.at("measured").get_to(row.measured);
 }
 
 }  // namespace tessera::gpu_test

@@ -6,20 +6,22 @@
 #   PART   conformance  every variant against the oracle, and mutation controls     -> OUT/conformance.json
 #          sanitize     compute-sanitizer: memcheck, racecheck, synccheck           -> OUT/sanitize.json
 #          e2e          a daemon and other processes, over shared device memory     -> OUT/e2e.json
+#          isolation    what sharing the GPU costs and risks, with MPS and without  -> OUT/isolation.jsonl
 #          bench        what a call costs on its way                                -> OUT/launch.jsonl
 #                       our kernels and cuBLASLt's in turns                         -> OUT/gemm_vendor.jsonl
 #          all          (default) all of them, in this order
-#   DIST   the installed tree: bin/, lib/, of the components gpu_tests and, for e2e and bench, tessera. Anywhere.
+#   DIST   the installed tree: bin/, lib/, of the components gpu_tests and, but for conformance and sanitize, tessera.
 #   OUT    gets the reports above, and run.log with what the parts printed.
 #
-# e2e makes PID namespaces and starts MPS of its own: it needs root, CAP_SYS_ADMIN and nvidia-cuda-mps-control in PATH;
-# TESSERA_ALLOW_SKIP=1 lets it, and bench, leave out what the machine cannot do.
+# e2e makes PID namespaces and starts MPS of its own, isolation starts MPS and becomes another user: they need root,
+# CAP_SYS_ADMIN and nvidia-cuda-mps-control in PATH; TESSERA_ALLOW_SKIP=1 lets them, and bench, leave out what the
+# machine cannot do.
 #
 # The budget (540 s unless given) is for all; a part gets what is left. Exit code 0 = every part asked for ran
 # and passed. TESSERA_GIT names the revision in the reports; else the file DIST/GIT does, else this repository.
 set -uo pipefail
 
-usage() { sed -n '2,19s/^# \{0,1\}//p' "$0"; }
+usage() { sed -n '2,22s/^# \{0,1\}//p' "$0"; }
 die() { echo "run.sh: $*" >&2; exit 2; }
 
 part=all
@@ -37,8 +39,8 @@ done
 [ ${#places[@]} -eq 2 ] || die "expected DIST and OUT (try --help)"
 [[ "$budget" =~ ^[1-9][0-9]*$ ]] || die "--budget-s $budget: not a number of seconds"
 case "$part" in
-  all) parts=(conformance sanitize e2e bench) ;;
-  conformance | sanitize | e2e | bench) parts=("$part") ;;
+  all) parts=(conformance sanitize e2e isolation bench) ;;
+  conformance | sanitize | e2e | isolation | bench) parts=("$part") ;;
   *) die "unknown part $part (try --help)" ;;
 esac
 [ -d "${places[0]}/bin" ] || die "${places[0]} is no installed tree: it has no bin/"
@@ -112,6 +114,14 @@ allow_skip=()
 run_e2e() {
   run_program "$dist/bin/tessera-gpu-e2e" --json "$out/e2e.json" --dist "$dist" \
     --budget-s "$(left_for_program)" "${allow_skip[@]}"
+}
+
+# At most some of the time, so that one that hangs leaves bench its own.
+run_isolation() {
+  local seconds
+  seconds=$(left_for_program)
+  run_program "$dist/bin/tessera-gpu-isolation" --json "$out/isolation.jsonl" --dist "$dist" \
+    --budget-s "$((seconds < 150 ? seconds : 150))" "${allow_skip[@]}"
 }
 
 run_bench() {

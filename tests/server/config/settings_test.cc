@@ -430,6 +430,18 @@ TEST_F(SettingsTest, GarbageIsRefusedOrRead) {
   }
 }
 
+TEST_F(SettingsTest, ASwitchAloneIsTrue) {
+  EXPECT_FALSE(Loaded({}).supervise);
+  EXPECT_TRUE(Loaded({"--supervise"}).supervise);
+  EXPECT_TRUE(Loaded({"--supervise", "--queue-max", "7"}).supervise);
+  EXPECT_EQ(Loaded({"--supervise", "--queue-max", "7"}).queue_max, 7);
+  EXPECT_FALSE(Loaded({"--supervise", "false"}).supervise);
+  EXPECT_FALSE(Loaded({"--supervise=false"}).supervise);
+  EXPECT_THAT(Refusal({"--supervise", "maybe"}), HasSubstr("true or false"));
+  EXPECT_THAT(Refusal({"--supervise="}), HasSubstr("true or false"));
+  EXPECT_THAT(Refusal({"--supervise", "--supervise"}), HasSubstr("given twice"));
+}
+
 TEST_F(SettingsTest, CommandLineErrors) {
   EXPECT_EQ(Refusal({"--sokcet", "/x"}), "command line: unknown option '--sokcet'; did you mean '--socket'?");
   EXPECT_EQ(Refusal({"--confg=/x"}), "command line: unknown option '--confg'; did you mean '--config'?");

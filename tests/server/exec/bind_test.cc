@@ -15,6 +15,7 @@
 #include "tests/server/exec/bound_memory.h"
 #include "tests/server/session/fake_device_memory.h"
 #include "tests/server/session/posix_fixtures.h"
+#include "tests/server/session/session_fixtures.h"
 
 namespace tessera::server {
 namespace {
@@ -95,12 +96,12 @@ class BindTest : public ::testing::Test {
   absl::StatusOr<BoundGemm> Bind(const GemmCall& call) { return BindGemm(call, Scope()); }
 
   const std::byte* DataOf(const Id& buffer) {
-    const auto pin = table_.PinBuffer(*session_, buffer);
+    const auto pin = table_.PinBuffer(*session_, buffer, BufferAccess::kRead);
     return pin.ok() ? (*pin)->data() : nullptr;
   }
 
   void ExpectNothingPinned() {
-    for (const BufferRow& row : table_.ListBuffers([](const Peer&) { return true; })) EXPECT_EQ(row.users, 0U);
+    for (const BufferRow& row : table_.ListBuffers([](const Peer&) { return true; }).rows) EXPECT_EQ(row.users, 0U);
   }
 
   struct Row {
@@ -129,6 +130,7 @@ class BindTest : public ::testing::Test {
   FakeDeviceMemory gpu_;
   FakeDeviceMemory second_gpu_{"GPU-22222222-2222-3333-4444-555555555555"};
   Metrics metrics_{MetricsOptions{.version = "test", .variants = {}}};
+  Reaper reaper_{std::chrono::seconds(10), metrics_};
   SessionTable table_{1,
                       {.sessions_max = 9,
                        .leases_max = 9,
@@ -136,7 +138,8 @@ class BindTest : public ::testing::Test {
                        .buffer_bytes_max = 1U << 24U,
                        .session_buffer_bytes_max = 1U << 24U},
                       metrics_,
-                      [] { return std::make_shared<SessionLane>(); },
+                      reaper_,
+                      MakeIdleLane,
                       {&gpu_, &second_gpu_}};
   std::string inline_result_;
   Id lease_, a_, b_, d_, v_, foreign_;
@@ -577,7 +580,7 @@ TEST_F(BindTest, PlainCallBecomesExactlyItsParameters) {
   EXPECT_EQ(bound->problem.gemm_class.ToString(), "bf16_bf16.f32.fast.NT");
   EXPECT_EQ(bound->Flops(), 2U * kM * kN * kK);
   EXPECT_FALSE(bound->Empty());
-  for (const BufferRow& row : table_.ListBuffers([](const Peer&) { return true; })) {
+  for (const BufferRow& row : table_.ListBuffers([](const Peer&) { return true; }).rows) {
     EXPECT_EQ(row.users, row.id == a_ || row.id == b_ || row.id == d_ ? 1U : 0U);
   }
 }

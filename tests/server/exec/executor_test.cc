@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <memory>
@@ -22,6 +23,7 @@
 #include "tests/oracle/gemm_oracle.h"
 #include "tests/oracle/test_data.h"
 #include "tests/server/exec/bound_memory.h"
+#include "tests/server/session/session_fixtures.h"
 
 namespace tessera::server {
 namespace {
@@ -160,10 +162,15 @@ class ExecutorTest : public ::testing::Test {
 
   void TearDown() override {
     table_.EndAllSessions(SessionEnd::kDrained);  // sessions hold streams of the executor's devices
+    EXPECT_TRUE(AwaitIdle(reaper_));              // which the reaper uses until it has dropped their work
     executor_.reset();
   }
 
   std::shared_ptr<Session> OpenSession() { return OpenTestSession(table_); }
+  std::shared_ptr<Session> OpenSessionOf(const Peer& peer) {
+    const auto token = table_.OpenSession(peer, 1min, "timed");
+    return token.ok() ? table_.FindSession(peer, *token).value_or(nullptr) : nullptr;
+  }
 
   bool Shows(const std::string& line) const {
     return ("\n" + metrics_.Serialize()).find("\n" + line + "\n") != std::string::npos;
@@ -185,6 +192,7 @@ class ExecutorTest : public ::testing::Test {
   }
 
   Metrics metrics_{MetricsOptions{.version = "test", .variants = CatalogueIds()}};
+  Reaper reaper_{std::chrono::seconds(10), metrics_};
   std::unique_ptr<Executor> executor_;
   SessionTable table_{1,
                       {.sessions_max = 99,
@@ -193,6 +201,7 @@ class ExecutorTest : public ::testing::Test {
                        .buffer_bytes_max = 1U << 24U,
                        .session_buffer_bytes_max = 1U << 24U},
                       metrics_,
+                      reaper_,
                       [this] { return executor_->MakeLane(); }};
 };
 
@@ -221,11 +230,11 @@ TEST_F(ExecutorTest, PinsAreGoneBeforeTheAnswer) {
   ASSERT_NE(session, nullptr);
   const auto buffer = table_.AllocateBuffer(*session, 64);
   ASSERT_TRUE(buffer.ok());
-  const auto users = [this] { return table_.ListBuffers([](const Peer&) { return true; })[0].users; };
+  const auto users = [this] { return table_.ListBuffers([](const Peer&) { return true; }).rows[0].users; };
   Gate gate;
   Product product(Queued());
   Operation operation = product.Make(session);
-  operation.gemm.pins.push_back(*table_.PinBuffer(*session, buffer->id));
+  operation.gemm.pins.push_back(*table_.PinBuffer(*session, buffer->id, BufferAccess::kRead));
   operation.still_wanted = [&gate] { return gate.Pass(); };
   std::uint32_t users_at_answer = 99;
   operation.done = [&, done = operation.done](const absl::Status& status, const OperationReport& report) {
@@ -284,6 +293,56 @@ TEST_F(ExecutorTest, QueueOfAllIsBounded) {
   EXPECT_TRUE(waiting.Await().ok());
   EXPECT_TRUE(Shows("tessera_refused_total{limit=\"queue_max\"} 2"));
   ExpectQuiet();
+}
+
+// One place in the queue for all that a principal has: its sessions and its calls without one.
+TEST_F(ExecutorTest, QueueOfAPrincipalIsBounded) {
+  Start({.queue_max = 10, .queue_per_session_max = 10, .queue_per_principal_max = 3});
+  const std::shared_ptr<Session> first = OpenSession();
+  const std::shared_ptr<Session> second = OpenSession();
+  const std::shared_ptr<Session> others = OpenSessionOf({.pid = 2, .uid = 2000, .gid = 2000});
+  ASSERT_TRUE(first && second && others);
+  const std::shared_ptr<Account> account = first->account();
+  ASSERT_EQ(second->account(), account);
+  Gate gate, free_gate;
+  Product running(Queued()), waiting(Queued()), free(Queued());
+  Block(running, gate, first);
+  executor_->Submit(waiting.Make(first));
+  Operation without_session = free.Make(nullptr);
+  without_session.account = account;
+  without_session.still_wanted = [&free_gate] { return free_gate.Pass(); };
+  executor_->Submit(std::move(without_session));
+  ASSERT_TRUE(free_gate.AwaitArrival());
+
+  Product refused(Queued()), refused_free(Small()), of_nobody(Queued()), of_other(Queued());
+  executor_->Submit(refused.Make(second));
+  Operation too_much = refused_free.Make(nullptr);
+  too_much.account = account;
+  executor_->Submit(std::move(too_much));
+  for (Product* product : {&refused, &refused_free}) {
+    EXPECT_EQ(product->calls(), 1) << "a refusal answers at once";
+    EXPECT_EQ(product->Await().code(), StatusCode::kResourceExhausted);
+    EXPECT_THAT(MessageOf(product->Await()), StartsWith("queue_per_principal_max: "));
+    product->ExpectUntouched();
+  }
+  EXPECT_EQ(second->lane()->in_flight(), 0);
+  executor_->Submit(of_other.Make(others));
+  EXPECT_TRUE(of_other.Await().ok()) << "another principal has room";
+  executor_->Submit(of_nobody.Make(nullptr));
+  EXPECT_TRUE(of_nobody.Await().ok());
+
+  free_gate.Open();
+  EXPECT_TRUE(free.Await().ok());
+  Product later(Small());
+  executor_->Submit(later.Make(second));
+  EXPECT_TRUE(later.Await().ok()) << "there is room again as soon as the answer is there";
+  gate.Open();
+  EXPECT_TRUE(running.Await().ok());
+  EXPECT_TRUE(waiting.Await().ok());
+  EXPECT_TRUE(Shows("tessera_refused_total{limit=\"queue_per_principal_max\"} 2"));
+  ExpectQuiet();
+  EXPECT_EQ(account->in_flight, 0);
+  EXPECT_EQ(others->account()->in_flight, 0);
 }
 
 TEST_F(ExecutorTest, OneSessionRunsInOrder) {
@@ -435,6 +494,132 @@ TEST_F(ExecutorTest, EndOfTheSessionDropsItsQueuedWork) {
   ExpectQuiet();
   for (const auto& product : queued) EXPECT_EQ(product->calls(), 1);
   EXPECT_TRUE(Shows("tessera_operations_total{backend=\"cpu\",op=\"gemm\",outcome=\"cancelled\"} 5"));
+}
+
+TEST_F(ExecutorTest, QueuedWorkOfAnEndedSessionIsAnsweredWhileItsWorkRuns) {
+  std::shared_ptr<Session> session = OpenSession();
+  ASSERT_NE(session, nullptr);
+  Gate gate;
+  Product running(Queued());
+  Block(running, gate, session);
+  std::vector<std::unique_ptr<Product>> queued;
+  for (int i = 0; i < 5; ++i) {
+    queued.push_back(std::make_unique<Product>(i % 2 == 0 ? Queued() : Small()));
+    executor_->Submit(queued.back()->Make(session));
+  }
+  EXPECT_EQ(session->lane()->in_flight(), 6);
+  ASSERT_TRUE(table_.EndSession(session->id(), SessionEnd::kClosed).ok());
+  for (const auto& product : queued) {
+    EXPECT_EQ(product->Await().code(), StatusCode::kCancelled) << "the gate is still shut";
+    product->ExpectUntouched();
+  }
+  ASSERT_TRUE(AwaitIdle(reaper_));
+  EXPECT_EQ(running.calls(), 0);
+  EXPECT_EQ(executor_->in_flight(), 1U);
+  EXPECT_EQ(session->lane()->in_flight(), 1);
+  EXPECT_TRUE(Shows("tessera_in_flight 1"));
+  EXPECT_TRUE(Shows("tessera_queue_depth 1"));
+  session.reset();
+  EXPECT_EQ(table_.Counts().ending, 1U) << "the running operation holds it";
+  gate.Open();
+  EXPECT_TRUE(running.Await().ok());
+  running.ExpectRight();
+  ExpectQuiet();
+  EXPECT_TRUE(Eventually([&] { return table_.Counts().ending == 0; }));
+  for (const auto& product : queued) EXPECT_EQ(product->calls(), 1);
+  EXPECT_TRUE(Shows("tessera_operations_total{backend=\"cpu\",op=\"gemm\",outcome=\"cancelled\"} 5"));
+}
+
+TEST_F(ExecutorTest, WantedWorkKeepsItsOrderWhereUnwantedIsDropped) {
+  const std::shared_ptr<Session> session = OpenSession();
+  ASSERT_NE(session, nullptr);
+  Gate gate;
+  Product first(Queued());
+  Block(first, gate, session);
+  std::mutex mutex;
+  std::vector<int> finished;
+  std::vector<std::unique_ptr<Product>> products;
+  for (int i = 0; i < 20; ++i) {
+    products.push_back(std::make_unique<Product>(Queued()));
+    Operation operation = products.back()->Make(session);
+    if (i % 2 == 1) operation.still_wanted = [] { return absl::DeadlineExceededError("too late"); };
+    operation.done = [&mutex, &finished, i, done = operation.done](const absl::Status& status,
+                                                                   const OperationReport& report) {
+      {
+        const std::lock_guard<std::mutex> lock(mutex);
+        if (status.ok()) finished.push_back(i);
+      }
+      done(status, report);
+    };
+    executor_->Submit(std::move(operation));
+  }
+  session->lane()->DropUnwanted();
+  for (int i = 0; i < 20; ++i) EXPECT_EQ(products[i]->calls(), i % 2) << i;
+  EXPECT_EQ(session->lane()->in_flight(), 11);
+  session->lane()->DropUnwanted();
+  EXPECT_EQ(session->lane()->in_flight(), 11) << "nothing more is unwanted";
+  gate.Open();
+  std::vector<int> expected;
+  for (int i = 0; i < 20; ++i) {
+    if (i % 2 == 0) expected.push_back(i);
+    EXPECT_EQ(products[i]->Await().code(), i % 2 == 0 ? StatusCode::kOk : StatusCode::kDeadlineExceeded);
+    if (i % 2 == 0) products[i]->ExpectRight();
+  }
+  EXPECT_EQ(finished, expected);
+  ExpectQuiet();
+}
+
+// The turn of a stream comes while nothing is queued any more; the stream must take work afterwards.
+TEST_F(ExecutorTest, StreamGoesOnAfterAllOfItsWorkWasDropped) {
+  Start({.queue_max = 100, .queue_per_session_max = 100}, /*threads=*/1);
+  const std::shared_ptr<Session> busy = OpenSession();
+  const std::shared_ptr<Session> session = OpenSession();
+  ASSERT_TRUE(busy && session);
+  Gate gate;
+  Product running(Queued());
+  Block(running, gate, busy);  // the only thread
+  for (int round = 0; round < 3; ++round) {
+    Product dropped(Queued());
+    Operation operation = dropped.Make(session);
+    operation.still_wanted = [] { return absl::CancelledError("not wanted"); };
+    executor_->Submit(std::move(operation));
+    session->lane()->DropUnwanted();
+    EXPECT_EQ(dropped.Await().code(), StatusCode::kCancelled);
+  }
+  gate.Open();
+  EXPECT_TRUE(running.Await().ok());
+  for (const oracle::GemmCase& gemm_case : {Queued(), Small()}) {
+    Product later(gemm_case);
+    executor_->Submit(later.Make(session));
+    EXPECT_TRUE(later.Await().ok());
+    later.ExpectRight();
+  }
+  ExpectQuiet();
+}
+
+TEST_F(ExecutorTest, DroppingWhileOthersSubmitAnswersEverybodyOnce) {
+  const std::shared_ptr<Session> session = OpenSession();
+  ASSERT_NE(session, nullptr);
+  std::atomic<bool> stop{false};
+  std::thread drops([&] {
+    while (!stop) session->lane()->DropUnwanted();
+  });
+  std::vector<std::unique_ptr<Product>> products;
+  for (int i = 0; i < 400; ++i) {
+    products.push_back(std::make_unique<Product>(Queued()));
+    Operation operation = products.back()->Make(session);
+    if (i % 3 == 0) operation.still_wanted = [] { return absl::CancelledError("not wanted"); };
+    executor_->Submit(std::move(operation));
+    if (i >= 90) products[i - 90]->Await().IgnoreError();  // within the session's queue
+  }
+  for (int i = 0; i < 400; ++i) {
+    EXPECT_EQ(products[i]->Await().code(), i % 3 == 0 ? StatusCode::kCancelled : StatusCode::kOk) << i;
+  }
+  stop = true;
+  drops.join();
+  ExpectQuiet();
+  for (const auto& product : products) EXPECT_EQ(product->calls(), 1);
+  EXPECT_EQ(session->lane()->in_flight(), 0);
 }
 
 TEST_F(ExecutorTest, DeadlineAndCancelAreHonouredBeforeTheLaunch) {

@@ -20,6 +20,7 @@
 #include "server/exec/executor.h"
 #include "tests/oracle/codec.h"
 #include "tests/server/exec/bound_memory.h"
+#include "tests/server/session/session_fixtures.h"
 
 namespace tessera::server {
 namespace {
@@ -50,6 +51,7 @@ struct World {
 
   ~World() {
     table.EndAllSessions(SessionEnd::kDrained);
+    EXPECT_TRUE(AwaitIdle(reaper));
     executor.reset();
   }
 
@@ -72,17 +74,21 @@ struct World {
 
   void ExpectQuiet() {
     EXPECT_TRUE(executor->AwaitIdle(60s));
+    EXPECT_TRUE(AwaitIdle(reaper));
     EXPECT_EQ(submitted, answered);
     EXPECT_EQ(wrong, 0);
     const SessionCounts counts = table.Counts();
     EXPECT_EQ(counts.sessions, 0U);
+    EXPECT_EQ(counts.ending, 0U);
     EXPECT_EQ(counts.buffers, 0U);
+    EXPECT_EQ(counts.bytes_held, 0U);
     EXPECT_TRUE(Shows("tessera_in_flight 0"));
     EXPECT_TRUE(Shows("tessera_queue_depth 0"));
     EXPECT_TRUE(Shows("tessera_buffer_bytes{origin=\"allocated\"} 0"));
   }
 
   Metrics metrics{MetricsOptions{.version = "test", .variants = CatalogueIds()}};
+  Reaper reaper{10s, metrics};
   std::unique_ptr<Executor> executor;
   SessionTable table{1,
                      {.sessions_max = 99,
@@ -91,6 +97,7 @@ struct World {
                       .buffer_bytes_max = 1U << 24U,
                       .session_buffer_bytes_max = 1U << 24U},
                      metrics,
+                     reaper,
                      [this] { return executor->MakeLane(); }};
 
   std::atomic<int> submitted{0};
@@ -127,10 +134,16 @@ class Client {
     std::array<Id, 3> ids;
     std::array<BufferPin, 3> pins;  // to fill, and to look at D when the session may be gone
     for (std::size_t i = 0; i < ids.size(); ++i) {
-      const auto buffer = world_.table.AllocateBuffer(*session_, i == 2 ? 4 * kOperandBytes : kOperandBytes);
+      const std::uint64_t bytes = i == 2 ? 4 * kOperandBytes : kOperandBytes;
+      absl::StatusOr<SessionTable::NewBuffer> buffer = absl::UnknownError("");
+      // Memory of sessions that ended counts until the reaper has had its turn.
+      ASSERT_TRUE(Eventually([&] {
+        buffer = world_.table.AllocateBuffer(*session_, bytes);
+        return buffer.status().code() != StatusCode::kResourceExhausted;
+      }));
       ASSERT_TRUE(buffer.ok()) << buffer.status();
       ids[i] = buffer->id;
-      pins[i] = *world_.table.PinBuffer(*session_, ids[i]);
+      pins[i] = *world_.table.PinBuffer(*session_, ids[i], BufferAccess::kReadWrite);
     }
     for (std::int64_t i = 0; i < extent * kK; ++i) {
       oracle::Encode(DType::kBf16, ValueA(i), pins[0]->data() + 2 * i);
@@ -200,7 +213,7 @@ class Observer {
       : thread_([this, &world] {
           while (!stop_.load()) {
             world.table.Counts();
-            for (const BufferRow& row : world.table.ListBuffers([](const Peer&) { return true; })) {
+            for (const BufferRow& row : world.table.ListBuffers([](const Peer&) { return true; }).rows) {
               if (row.bytes == 0 || row.session_label != "stress") ++world.wrong;
             }
             if (world.executor->Backends().empty() || world.executor->in_flight() > 64) ++world.wrong;

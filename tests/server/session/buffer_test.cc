@@ -13,6 +13,7 @@
 
 #include "common/text.h"
 #include "tests/server/session/posix_fixtures.h"
+#include "tests/server/session/session_fixtures.h"
 
 namespace tessera::server {
 namespace {
@@ -25,29 +26,38 @@ constexpr std::uint64_t kMax = std::numeric_limits<std::uint64_t>::max();
 
 class BufferTest : public ::testing::Test {
  protected:
-  std::shared_ptr<ByteBudget> Budget(std::uint64_t bytes_max, std::shared_ptr<ByteBudget> parent = nullptr) {
-    return std::make_shared<ByteBudget>(Limit::kSessionBufferBytes, bytes_max, metrics_, std::move(parent));
+  BufferHome Home(std::uint64_t bytes_max) {
+    const MemoryLimits limits{.bytes_limit = Limit::kSessionBufferBytes, .bytes_max = bytes_max};
+    return {.budget = std::make_shared<MemoryBudget>(limits, metrics_), .reaper = &reaper_};
   }
+
+  // Once what went has been cleaned up.
+  std::uint64_t Used(const BufferHome& home) const {
+    EXPECT_TRUE(AwaitIdle(reaper_));
+    return home.budget->used().bytes;
+  }
+  std::uint64_t Used() const { return Used(home_); }
 
   // Expects INVALID_ARGUMENT that begins with `field`, and nothing left behind.
   void ExpectRefused(UniqueFd fd, std::uint64_t byte_offset, std::uint64_t bytes, const std::string& field) {
     ASSERT_TRUE(fd);
     const std::size_t descriptors = OpenDescriptors();
-    auto buffer = Buffer::Import(std::move(fd), byte_offset, bytes, budget_);
+    auto buffer = Buffer::Import(std::move(fd), byte_offset, bytes, home_);
     EXPECT_EQ(buffer.status().code(), absl::StatusCode::kInvalidArgument) << buffer.status();
     EXPECT_THAT(MessageOf(buffer.status()), StartsWith(field));
-    EXPECT_EQ(budget_->used(), 0U);
+    EXPECT_EQ(Used(), 0U);
     EXPECT_EQ(OpenDescriptors(), descriptors - 1) << "the refused descriptor stays open";
   }
 
   Metrics metrics_{MetricsOptions{.version = "test", .variants = {}}};
-  const std::shared_ptr<ByteBudget> budget_ = Budget(64 * kMiB);
+  Reaper reaper_{std::chrono::seconds(10), metrics_};
+  const BufferHome home_ = Home(64 * kMiB);
   const std::uint64_t page_ = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
 };
 
 TEST_F(BufferTest, SealedMemfdIsMappedAndShared) {
   UniqueFd fd = MakeMemfd(3 * page_);
-  auto buffer = Buffer::Import(Duplicate(fd), 0, 0, budget_);
+  auto buffer = Buffer::Import(Duplicate(fd), 0, 0, home_);
   ASSERT_TRUE(buffer.ok()) << buffer.status();
   EXPECT_EQ((*buffer)->bytes(), 3 * page_);
   EXPECT_EQ((*buffer)->origin(), BufferOrigin::kImported);
@@ -63,7 +73,7 @@ TEST_F(BufferTest, SealedMemfdIsMappedAndShared) {
 }
 
 TEST_F(BufferTest, ImportedMappingOutlivesTheClientsDescriptor) {
-  auto buffer = Buffer::Import(MakeMemfd(page_), 0, 0, budget_);
+  auto buffer = Buffer::Import(MakeMemfd(page_), 0, 0, home_);
   ASSERT_TRUE(buffer.ok()) << buffer.status();
   (*buffer)->data()[page_ - 1] = std::byte{1};
   EXPECT_EQ((*buffer)->data()[page_ - 1], std::byte{1});
@@ -83,7 +93,7 @@ TEST_F(BufferTest, FilesThatAreNoMemfdAreRefused) {
 }
 
 TEST_F(BufferTest, NoDescriptorIsRefused) {
-  auto buffer = Buffer::Import(UniqueFd(), 0, page_, budget_);
+  auto buffer = Buffer::Import(UniqueFd(), 0, page_, home_);
   EXPECT_EQ(buffer.status().code(), absl::StatusCode::kInvalidArgument) << buffer.status();
 }
 
@@ -102,7 +112,7 @@ TEST_F(BufferTest, MemfdsSealedAgainstWritingAreRefused) {
 }
 
 TEST_F(BufferTest, FurtherSealsDoNotMatter) {
-  auto buffer = Buffer::Import(MakeMemfd(page_, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL), 0, 0, budget_);
+  auto buffer = Buffer::Import(MakeMemfd(page_, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL), 0, 0, home_);
   EXPECT_TRUE(buffer.ok()) << buffer.status();
 }
 
@@ -158,28 +168,28 @@ TEST_F(BufferTest, AnyOffsetIsTaken) {
   for (const std::uint64_t offset :
        {std::uint64_t{0}, std::uint64_t{1}, page_ - 1, page_, page_ + 1, 3 * page_ + 17, 4 * page_ - 1}) {
     SCOPED_TRACE(offset);
-    auto buffer = Buffer::Import(Duplicate(fd), offset, 0, budget_);
+    auto buffer = Buffer::Import(Duplicate(fd), offset, 0, home_);
     ASSERT_TRUE(buffer.ok()) << buffer.status();
     ASSERT_EQ((*buffer)->bytes(), 4 * page_ - offset);
     EXPECT_EQ((*buffer)->memory_offset(), offset);
-    EXPECT_EQ(budget_->used(), 4 * page_ - offset);
+    EXPECT_EQ(Used(), 4 * page_ - offset);
     for (const std::uint64_t i : {std::uint64_t{0}, (*buffer)->bytes() - 1}) {
       const std::uint64_t at = offset + i;
       EXPECT_EQ((*buffer)->data()[i], static_cast<std::byte>(static_cast<unsigned char>(at * 31 + at / 256)));
     }
   }
-  EXPECT_EQ(budget_->used(), 0U);
+  EXPECT_EQ(Used(), 0U);
 }
 
 TEST_F(BufferTest, RangeMayEndInsideTheMemfd) {
-  auto buffer = Buffer::Import(MakeMemfd(2 * page_), 10, 100, budget_);
+  auto buffer = Buffer::Import(MakeMemfd(2 * page_), 10, 100, home_);
   ASSERT_TRUE(buffer.ok()) << buffer.status();
   EXPECT_EQ((*buffer)->bytes(), 100U);
-  EXPECT_EQ(budget_->used(), 100U);
+  EXPECT_EQ(Used(), 100U);
 }
 
 TEST_F(BufferTest, AllocatedMemoryIsZeroedAndItsDescriptorShowsIt) {
-  auto buffer = Buffer::Allocate(kMiB + 3, budget_);
+  auto buffer = Buffer::Allocate(kMiB + 3, home_);
   ASSERT_TRUE(buffer.ok()) << buffer.status();
   EXPECT_EQ((*buffer)->bytes(), kMiB + 3);
   EXPECT_EQ((*buffer)->origin(), BufferOrigin::kAllocated);
@@ -192,7 +202,7 @@ TEST_F(BufferTest, AllocatedMemoryIsZeroedAndItsDescriptorShowsIt) {
 }
 
 TEST_F(BufferTest, AllocatedMemoryCannotBeResizedByItsClient) {
-  auto buffer = Buffer::Allocate(2 * page_, budget_);
+  auto buffer = Buffer::Allocate(2 * page_, home_);
   ASSERT_TRUE(buffer.ok()) << buffer.status();
   EXPECT_NE(::ftruncate((*buffer)->fd(), static_cast<off_t>(page_)), 0);
   EXPECT_NE(::ftruncate((*buffer)->fd(), static_cast<off_t>(4 * page_)), 0);
@@ -200,17 +210,17 @@ TEST_F(BufferTest, AllocatedMemoryCannotBeResizedByItsClient) {
 }
 
 TEST_F(BufferTest, AllocationsThatCannotBeAreRefused) {
-  EXPECT_EQ(Buffer::Allocate(0, budget_).status().code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(Buffer::Allocate(64 * kMiB + 1, budget_).status().code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_EQ(budget_->used(), 0U);
-  const auto endless = Budget(kMax);
+  EXPECT_EQ(Buffer::Allocate(0, home_).status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(Buffer::Allocate(64 * kMiB + 1, home_).status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(Used(), 0U);
+  const BufferHome endless = Home(kMax);
   const std::size_t descriptors = OpenDescriptors();
   for (const std::uint64_t bytes : {std::uint64_t{1} << 63U, kMax, (std::uint64_t{1} << 63U) - 1}) {
     errno = 0;  // an error of an earlier call is no reason for this one
     const absl::Status status = Buffer::Allocate(bytes, endless).status();
     EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
     EXPECT_THAT(MessageOf(status), testing::Not(HasSubstr("Success")));
-    EXPECT_EQ(endless->used(), 0U);
+    EXPECT_EQ(Used(endless), 0U);
   }
   EXPECT_EQ(OpenDescriptors(), descriptors);
 }
@@ -218,10 +228,10 @@ TEST_F(BufferTest, AllocationsThatCannotBeAreRefused) {
 TEST_F(BufferTest, BuffersOverOneMemfdHaveOneKey) {
   const UniqueFd fd = MakeMemfd(2 * page_);
   const UniqueFd other_fd = MakeMemfd(2 * page_);
-  auto first = Buffer::Import(Duplicate(fd), 0, 0, budget_);
-  auto second = Buffer::Import(Reopen(fd, O_RDWR), page_ + 1, 8, budget_);
-  auto other = Buffer::Import(Duplicate(other_fd), 0, 0, budget_);
-  auto allocated = Buffer::Allocate(page_, budget_);
+  auto first = Buffer::Import(Duplicate(fd), 0, 0, home_);
+  auto second = Buffer::Import(Reopen(fd, O_RDWR), page_ + 1, 8, home_);
+  auto other = Buffer::Import(Duplicate(other_fd), 0, 0, home_);
+  auto allocated = Buffer::Allocate(page_, home_);
   ASSERT_TRUE(first.ok() && second.ok() && other.ok() && allocated.ok());
   EXPECT_EQ((*first)->memory(), (*second)->memory());
   EXPECT_EQ((*second)->memory_offset(), page_ + 1);
@@ -232,65 +242,35 @@ TEST_F(BufferTest, BuffersOverOneMemfdHaveOneKey) {
 }
 
 TEST_F(BufferTest, AllocatedMemoryPassedBackHasTheSameKey) {
-  auto allocated = Buffer::Allocate(page_, budget_);
+  auto allocated = Buffer::Allocate(page_, home_);
   ASSERT_TRUE(allocated.ok());
-  auto imported = Buffer::Import(UniqueFd(::fcntl((*allocated)->fd(), F_DUPFD_CLOEXEC, 0)), 0, 0, budget_);
+  auto imported = Buffer::Import(UniqueFd(::fcntl((*allocated)->fd(), F_DUPFD_CLOEXEC, 0)), 0, 0, home_);
   ASSERT_TRUE(imported.ok()) << imported.status();
   EXPECT_EQ((*allocated)->memory(), (*imported)->memory());
 }
 
 TEST_F(BufferTest, BudgetIsExactAndComesBack) {
-  const auto budget = Budget(100);
-  auto sixty = Buffer::Allocate(60, budget);
+  const BufferHome home = Home(100);
+  auto sixty = Buffer::Allocate(60, home);
   ASSERT_TRUE(sixty.ok());
-  EXPECT_EQ(budget->used(), 60U);
-  const absl::Status refused = Buffer::Import(MakeMemfd(41), 0, 0, budget).status();
+  EXPECT_EQ(Used(home), 60U);
+  const absl::Status refused = Buffer::Import(MakeMemfd(41), 0, 0, home).status();
   EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_THAT(MessageOf(refused), HasSubstr("session_buffer_bytes_max"));
-  EXPECT_EQ(budget->used(), 60U);
-  auto forty = Buffer::Import(MakeMemfd(40), 0, 0, budget);
+  EXPECT_EQ(Used(home), 60U);
+  auto forty = Buffer::Import(MakeMemfd(40), 0, 0, home);
   ASSERT_TRUE(forty.ok()) << forty.status();
-  EXPECT_EQ(budget->used(), 100U);
-  EXPECT_FALSE(Buffer::Allocate(1, budget).ok());
+  EXPECT_EQ(Used(home), 100U);
+  EXPECT_FALSE(Buffer::Allocate(1, home).ok());
   sixty->reset();
-  EXPECT_EQ(budget->used(), 40U);
+  EXPECT_EQ(Used(home), 40U);
   forty->reset();
-  EXPECT_EQ(budget->used(), 0U);
+  EXPECT_EQ(Used(home), 0U);
   EXPECT_THAT(metrics_.Serialize(), HasSubstr("tessera_refused_total{limit=\"session_buffer_bytes_max\"} 2"));
 }
 
-TEST_F(BufferTest, NestedBudgetsMustBothAgree) {
-  const auto parent = std::make_shared<ByteBudget>(Limit::kBufferBytes, 150, metrics_, nullptr);
-  const auto first = Budget(100, parent);
-  const auto second = Budget(100, parent);
-  ASSERT_TRUE(first->Reserve(100).ok());
-  EXPECT_EQ(parent->used(), 100U);
-  const absl::Status parent_refuses = second->Reserve(51);
-  EXPECT_EQ(parent_refuses.code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_THAT(MessageOf(parent_refuses), StartsWith("buffer_bytes_max"));
-  EXPECT_EQ(second->used(), 0U) << "the child keeps what the parent refused";
-  const absl::Status child_refuses = first->Reserve(1);
-  EXPECT_THAT(MessageOf(child_refuses), StartsWith("session_buffer_bytes_max"));
-  EXPECT_EQ(parent->used(), 100U);
-  ASSERT_TRUE(second->Reserve(50).ok());
-  EXPECT_EQ(parent->used(), 150U);
-  first->Return(100);
-  second->Return(50);
-  EXPECT_EQ(parent->used(), 0U);
-  EXPECT_EQ(first->used(), 0U);
-}
-
-TEST_F(BufferTest, BudgetDoesNotWrapAround) {
-  const auto budget = Budget(kMax);
-  ASSERT_TRUE(budget->Reserve(kMax - 1).ok());
-  EXPECT_FALSE(budget->Reserve(2).ok());
-  EXPECT_FALSE(budget->Reserve(kMax).ok());
-  EXPECT_TRUE(budget->Reserve(1).ok());
-  EXPECT_EQ(budget->used(), kMax);
-}
-
 TEST_F(BufferTest, PinsCountAndKeepMemoryMapped) {
-  auto made = Buffer::Allocate(page_, budget_);
+  auto made = Buffer::Allocate(page_, home_);
   ASSERT_TRUE(made.ok());
   std::shared_ptr<Buffer> buffer = *std::move(made);
   EXPECT_EQ(buffer->users(), 0U);
@@ -314,11 +294,11 @@ TEST_F(BufferTest, PinsCountAndKeepMemoryMapped) {
   EXPECT_EQ(buffer->users(), 1U);
   std::byte* const data = buffer->data();
   buffer.reset();
-  EXPECT_EQ(budget_->used(), page_);
+  EXPECT_EQ(Used(), page_);
   data[0] = std::byte{3};
   EXPECT_EQ(second->data()[0], std::byte{3});
   second = BufferPin();
-  EXPECT_EQ(budget_->used(), 0U);
+  EXPECT_EQ(Used(), 0U);
 }
 
 }  // namespace

@@ -18,6 +18,7 @@
 #include "server/session/session_table.h"
 #include "tests/server/session/fake_device_memory.h"
 #include "tests/server/session/posix_fixtures.h"
+#include "tests/server/session/session_fixtures.h"
 
 namespace tessera::server {
 namespace {
@@ -73,7 +74,7 @@ class DeviceBufferTest : public ::testing::Test {
   }
 
   BufferPin Pin(const Id& buffer) {
-    auto pin = table_.PinBuffer(*session_, buffer);
+    auto pin = table_.PinBuffer(*session_, buffer, BufferAccess::kReadWrite);
     EXPECT_TRUE(pin.ok()) << pin.status();
     return pin.ok() ? *std::move(pin) : BufferPin();
   }
@@ -85,16 +86,23 @@ class DeviceBufferTest : public ::testing::Test {
     ExpectNothingHeld();
   }
 
+  // Once what went has been cleaned up.
+  std::uint64_t BytesHeld() {
+    EXPECT_TRUE(AwaitIdle(reaper_));
+    return table_.Counts().bytes_held;
+  }
+
   void ExpectNothingHeld() {
+    EXPECT_EQ(BytesHeld(), 0U);
     EXPECT_EQ(table_.Counts().buffers, 0U);
-    EXPECT_EQ(table_.Counts().bytes_mapped, 0U);
     EXPECT_EQ(gpu_.mapped(), 0);
   }
 
   FakeDeviceMemory gpu_;
   FakeDeviceMemory second_gpu_{"GPU-22222222-2222-3333-4444-555555555555"};
   Metrics metrics_{MetricsOptions{.version = "test", .variants = {}}};
-  SessionTable table_{1, kLimits, metrics_, [] { return std::make_shared<SessionLane>(); }, {&gpu_, &second_gpu_}};
+  Reaper reaper_{std::chrono::seconds(10), metrics_};
+  SessionTable table_{1, kLimits, metrics_, reaper_, MakeIdleLane, {&gpu_, &second_gpu_}};
   Id lease_;
   std::shared_ptr<Session> session_;
 };
@@ -110,12 +118,13 @@ TEST_F(DeviceBufferTest, AllocationIsOfTheSpaceAskedFor) {
     ASSERT_TRUE(made.ok()) << made.status();
     EXPECT_EQ(made->space.Name(), expected);
     EXPECT_EQ(made->bytes, 10U);
-    const auto rows = table_.ListBuffers([](const Peer&) { return true; });
+    const auto rows = table_.ListBuffers([](const Peer&) { return true; }).rows;
     ASSERT_EQ(rows.size(), 1U);
     EXPECT_EQ(rows[0].space.Name(), expected);
     EXPECT_EQ(rows[0].origin, BufferOrigin::kAllocated);
     ASSERT_TRUE(table_.ReleaseBuffer(*session_, made->id).ok());
   }
+  EXPECT_TRUE(AwaitIdle(reaper_));
   EXPECT_EQ(gpu_.counts().closed, 2);
   EXPECT_EQ(second_gpu_.counts().closed, 1);
 }
@@ -131,7 +140,7 @@ TEST_F(DeviceBufferTest, SpacesThatAreNotServed) {
 }
 
 TEST_F(DeviceBufferTest, DaemonWithoutAGpuSaysSo) {
-  SessionTable table(1, kLimits, metrics_, [] { return std::make_shared<SessionLane>(); });
+  SessionTable table(1, kLimits, metrics_, reaper_, MakeIdleLane);
   Id lease;
   const std::shared_ptr<Session> session = Open(table, lease);
   ASSERT_NE(session, nullptr);
@@ -150,9 +159,9 @@ TEST_F(DeviceBufferTest, DaemonWithoutAGpuSaysSo) {
 
 TEST_F(DeviceBufferTest, QuotasCountWholeAllocations) {
   const Id first = Must(table_.AllocateBuffer(*session_, 1, "cuda"));
-  EXPECT_EQ(table_.Counts().bytes_mapped, kPage);
+  EXPECT_EQ(BytesHeld(), kPage);
   const Id second = Must(table_.AllocateBuffer(*session_, 8 * kPage + 1, "cuda"));
-  EXPECT_EQ(table_.Counts().bytes_mapped, 10 * kPage);
+  EXPECT_EQ(BytesHeld(), 10 * kPage);
   for (const std::uint64_t bytes : {std::uint64_t{1}, kMax, kMax - kPage + 1, kMax / 2}) {
     const absl::Status status = table_.AllocateBuffer(*session_, bytes, "cuda").status();
     EXPECT_EQ(status.code(), StatusCode::kResourceExhausted) << bytes;
@@ -167,9 +176,10 @@ TEST_F(DeviceBufferTest, QuotasCountWholeAllocations) {
 
 TEST_F(DeviceBufferTest, FullGpuCostsNothing) {
   FakeDeviceMemory huge;
-  const auto budget = std::make_shared<ByteBudget>(Limit::kBufferBytes, kMax, metrics_, nullptr);
-  EXPECT_EQ(Buffer::AllocateOn(huge, std::uint64_t{1} << 40, budget).status().code(), StatusCode::kResourceExhausted);
-  EXPECT_EQ(budget->used(), 0U);
+  const BufferHome home{.budget = std::make_shared<MemoryBudget>(MemoryLimits{}, metrics_), .reaper = &reaper_};
+  EXPECT_EQ(Buffer::AllocateOn(huge, std::uint64_t{1} << 40, home).status().code(), StatusCode::kResourceExhausted);
+  EXPECT_EQ(home.budget->used().bytes, 0U);
+  EXPECT_EQ(home.budget->used().buffers, 0U);
 }
 
 TEST_F(DeviceBufferTest, AllocationsRoundUpWithoutWrapping) {
@@ -200,7 +210,7 @@ TEST_F(DeviceBufferTest, ImportsShareOneMappingAndCloseItOnce) {
   import.bytes = 16;
   const Id second = MustImport(import);
   EXPECT_EQ(gpu_.counts().opened, 1);
-  EXPECT_EQ(table_.Counts().bytes_mapped, 2 * kPage + 16);
+  EXPECT_EQ(BytesHeld(), 2 * kPage + 16);
   {
     const BufferPin a = Pin(first);
     const BufferPin b = Pin(second);
@@ -213,10 +223,11 @@ TEST_F(DeviceBufferTest, ImportsShareOneMappingAndCloseItOnce) {
     EXPECT_EQ(b->space(), MemorySpace::Gpu(kFakeGpu));
   }
   ASSERT_TRUE(table_.ReleaseBuffer(*session_, first).ok());
+  EXPECT_EQ(BytesHeld(), 16U);
   EXPECT_EQ(gpu_.counts().closed, 0);
   ASSERT_TRUE(table_.ReleaseBuffer(*session_, second).ok());
-  EXPECT_EQ(gpu_.counts().closed, 1);
   ExpectNothingHeld();
+  EXPECT_EQ(gpu_.counts().closed, 1);
   MustImport(import);
   EXPECT_EQ(gpu_.counts().opened, 2) << "a mapping that is gone is opened anew";
 }
@@ -259,15 +270,38 @@ TEST_F(DeviceBufferTest, AddressOfFreedMemoryIsNotTheOldMemory) {
   import.allocation_id += 1;
   const absl::Status status = table_.ImportLegacy(*session_, import).status();
   EXPECT_EQ(status.code(), StatusCode::kFailedPrecondition);
-  EXPECT_THAT(MessageOf(status), HasSubstr("as allocation 77, not 78"));
+  EXPECT_THAT(MessageOf(status), HasSubstr("as another allocation than 78"));
+}
+
+// The driver gives the old memory whichever session asks.
+TEST_F(DeviceBufferTest, AddressOfFreedMemoryIsRefusedInEverySession) {
+  LegacyImport import = Legacy();
+  const Id mine = MustImport(import);
+  Id other_lease;
+  const std::shared_ptr<Session> other = Open(table_, other_lease);
+  ASSERT_NE(other, nullptr);
+  import.allocation_id += 1;
+  EXPECT_EQ(CodeOf(table_.ImportLegacy(*other, import)), StatusCode::kFailedPrecondition);
+  EXPECT_EQ(BytesHeld(), 2 * kPage) << "the refusal costs nothing";
+  import.allocation_id -= 1;
+  const Id theirs = Must(table_.ImportLegacy(*other, import));
+  EXPECT_EQ(gpu_.counts().opened, 1) << "one mapping for all sessions";
+  EXPECT_EQ(BytesHeld(), 4 * kPage) << "each of them pays for what it shows";
+  ASSERT_TRUE(table_.ReleaseBuffer(*session_, mine).ok());
+  EXPECT_EQ(BytesHeld(), 2 * kPage);
+  EXPECT_EQ(gpu_.mapped(), 1) << "the other session's buffer keeps it";
+  ASSERT_TRUE(table_.ReleaseBuffer(*other, theirs).ok());
+  ExpectNothingHeld();
+  import.allocation_id += 1;
+  EXPECT_TRUE(table_.ImportLegacy(*other, import).ok());
 }
 
 TEST_F(DeviceBufferTest, LastPinCloses) {
   const Id buffer = MustImport(Legacy());
   BufferPin pin = Pin(buffer);
   ASSERT_TRUE(table_.ReleaseBuffer(*session_, buffer).ok());
+  EXPECT_EQ(BytesHeld(), 2 * kPage);
   EXPECT_EQ(gpu_.mapped(), 1);
-  EXPECT_EQ(table_.Counts().bytes_mapped, 2 * kPage);
   pin = BufferPin();
   ExpectNothingHeld();
 }
@@ -280,6 +314,7 @@ TEST_F(DeviceBufferTest, EndOfSessionCloses) {
   Must(table_.AllocateBuffer(*session_, 1, "cuda"));
   BufferPin pin = Pin(pinned);
   table_.CloseLease(lease_);
+  EXPECT_TRUE(AwaitIdle(reaper_));
   EXPECT_EQ(gpu_.mapped(), 1) << "what the running call uses";
   pin = BufferPin();
   ExpectNothingHeld();
@@ -301,7 +336,7 @@ TEST_F(DeviceBufferTest, SessionsDoNotShareWhatClientsSayOfTheirMemory) {
   import.ticket = *ticket;
   const auto made = table_.ImportDescriptor(*other, import);
   ASSERT_TRUE(made.ok()) << made.status();
-  const auto b = table_.PinBuffer(*other, made->id);
+  const auto b = table_.PinBuffer(*other, made->id, BufferAccess::kReadWrite);
   ASSERT_TRUE(b.ok());
   EXPECT_NE(a->data(), (*b)->data());
 }
@@ -420,13 +455,19 @@ TEST_F(DeviceBufferTest, ConcurrentImportsOpenOnceAndCloseOnce) {
   for (int t = 0; t < kThreads; ++t) {
     threads.emplace_back([&] {
       for (int i = 0; i < kRounds; ++i) {
-        const auto made = table_.ImportLegacy(*session_, import);
+        absl::StatusOr<SessionTable::NewBuffer> made = absl::UnknownError("");
+        // Released buffers count until the reaper has had its turn.
+        ASSERT_TRUE(Eventually([&] {
+          made = table_.ImportLegacy(*session_, import);
+          return CodeOf(made) != StatusCode::kResourceExhausted;
+        }));
         ASSERT_TRUE(made.ok()) << made.status();
         ASSERT_TRUE(table_.ReleaseBuffer(*session_, made->id).ok());
       }
     });
   }
   for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(BytesHeld(), 1U);
   EXPECT_EQ(gpu_.counts().opened, 1);
   EXPECT_EQ(gpu_.counts().closed, 0);
 }

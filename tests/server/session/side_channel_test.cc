@@ -25,6 +25,7 @@
 #include "tessera/v1/side_channel.pb.h"
 #include "tests/server/session/fake_device_memory.h"
 #include "tests/server/session/posix_fixtures.h"
+#include "tests/server/session/session_fixtures.h"
 
 namespace tessera::server {
 namespace {
@@ -174,6 +175,7 @@ class SideChannelTest : public ::testing::Test {
   const Peer self_{.pid = ::getpid(), .uid = ::geteuid(), .gid = ::getegid()};
   Metrics metrics_{MetricsOptions{.version = "test", .variants = {}}};
   FakeDeviceMemory gpu_;
+  Reaper reaper_{std::chrono::seconds(10), metrics_};
   SessionTable table_{kEpoch,
                       {.sessions_max = 8,
                        .leases_max = 3,
@@ -181,7 +183,8 @@ class SideChannelTest : public ::testing::Test {
                        .buffer_bytes_max = 1U << 26U,
                        .session_buffer_bytes_max = 1U << 26U},
                       metrics_,
-                      [] { return std::make_shared<SessionLane>(); },
+                      reaper_,
+                      MakeIdleLane,
                       {&gpu_}};
   std::optional<UnixListener> listener_;
   std::unique_ptr<boost::asio::io_context> io_;
@@ -219,7 +222,7 @@ TEST_F(SideChannelTest, PassedDescriptorCanBeImported) {
   ASSERT_TRUE(reply.message.has_descriptor_accepted()) << reply.message.ShortDebugString();
   const auto buffer = table_.ImportBuffer(*session, reply.message.descriptor_accepted().ticket(), 0, 0);
   ASSERT_TRUE(buffer.ok()) << buffer.status();
-  const auto pin = table_.PinBuffer(*session, buffer->id);
+  const auto pin = table_.PinBuffer(*session, buffer->id, BufferAccess::kReadWrite);
   ASSERT_TRUE(pin.ok());
   ASSERT_EQ(::pwrite(memory.get(), "x", 1, 17), 1);
   EXPECT_EQ((*pin)->data()[17], std::byte{'x'});
@@ -244,7 +247,7 @@ TEST_F(SideChannelTest, FetchedDescriptorShowsTheDaemonsMemory) {
   void* const mapping = ::mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED, reply.fds[0].get(), 0);
   ASSERT_NE(mapping, MAP_FAILED);
   auto* const mine = static_cast<volatile unsigned char*>(mapping);
-  const auto pin = table_.PinBuffer(*session, buffer->id);
+  const auto pin = table_.PinBuffer(*session, buffer->id, BufferAccess::kReadWrite);
   ASSERT_TRUE(pin.ok());
   (*pin)->data()[kBytes - 1] = std::byte{77};
   EXPECT_EQ(mine[kBytes - 1], 77);
@@ -393,7 +396,8 @@ TEST_F(SideChannelTest, ClosingEndsTheSession) {
   ASSERT_TRUE(table_.AllocateBuffer(*session, 100).ok());
   client.Close();
   EXPECT_TRUE(Eventually([&] { return session->ended() && Shows("tessera_side_connections 1"); }));
-  EXPECT_EQ(table_.Counts().bytes_mapped, 0U);
+  EXPECT_TRUE(AwaitIdle(reaper_));
+  EXPECT_EQ(table_.Counts().bytes_held, 0U);
   EXPECT_TRUE(Shows("tessera_session_ends_total{reason=\"lease_lost\"} 1"));
   EXPECT_FALSE(other_session->ended());
   other.ExpectAlive();

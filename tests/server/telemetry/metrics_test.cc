@@ -66,16 +66,17 @@ TEST(MetricsTest, EverySeriesIsThereAtZeroBeforeAnyEvent) {
     }
   }
   EXPECT_TRUE(samples.contains("tessera_build_info{version=\"1.2.3\"}"));
-  EXPECT_EQ(CountOf(samples, "tessera_rpcs_total{"), 12 * 17);
+  EXPECT_EQ(CountOf(samples, "tessera_rpcs_total{"), 17 * 17);
   EXPECT_EQ(CountOf(samples, "tessera_operations_total{"), 3 * 4);
   EXPECT_EQ(CountOf(samples, "tessera_isolation_mode{"), 3);
   EXPECT_EQ(CountOf(samples, "tessera_buffers{"), 2);
   EXPECT_EQ(CountOf(samples, "tessera_planner_decisions_total{"), 5);
   EXPECT_EQ(CountOf(samples, "tessera_kernel_launches_total{"), 3);
-  EXPECT_EQ(CountOf(samples, "tessera_session_ends_total{"), 3);
+  EXPECT_EQ(CountOf(samples, "tessera_session_ends_total{"), 5);
+  EXPECT_EQ(CountOf(samples, "tessera_leases{"), 3);
   EXPECT_EQ(CountOf(samples, "tessera_side_messages_total{"), 3);
-  EXPECT_EQ(CountOf(samples, "tessera_refused_total{"), 12);
-  EXPECT_EQ(CountOf(samples, "tessera_rpc_seconds_bucket{"), 12 * 23);
+  EXPECT_EQ(CountOf(samples, "tessera_refused_total{"), 16);
+  EXPECT_EQ(CountOf(samples, "tessera_rpc_seconds_bucket{"), 17 * 23);
   EXPECT_EQ(CountOf(samples, "tessera_run_seconds_count{"), 3);
   EXPECT_EQ(CountOf(samples, "tessera_gpu_"), 0);
 }
@@ -198,6 +199,26 @@ TEST(MetricsTest, SessionsBuffersAndTheSideChannel) {
                                             testing::Pair("tessera_buffer_bytes{origin=\"imported\"}", 20),
                                             testing::Pair("tessera_buffers{origin=\"allocated\"}", 1),
                                             testing::Pair("tessera_buffer_bytes{origin=\"allocated\"}", 7)));
+}
+
+TEST(MetricsTest, LeasesAndWhatHasNotGone) {
+  EXPECT_THAT(ChangesOf([](Metrics& metrics) {
+                metrics.LeaseOpened(LeaseKind::kTtl);
+                metrics.LeaseOpened(LeaseKind::kAttach);
+                metrics.LeaseClosed(LeaseKind::kAttach);
+                metrics.SetSessionsEnding(3, 1);
+                metrics.SetBufferHeldBytes(4096);
+                metrics.SetCleanups(5, 2);
+                metrics.CleanupDone();
+                metrics.Quarantined();
+                metrics.SetRestarts(7);
+              }),
+              testing::UnorderedElementsAre(
+                  testing::Pair("tessera_leases{kind=\"ttl\"}", 1), testing::Pair("tessera_sessions_ending", 3),
+                  testing::Pair("tessera_sessions_quarantined", 1), testing::Pair("tessera_buffer_held_bytes", 4096),
+                  testing::Pair("tessera_cleanups_waiting", 5), testing::Pair("tessera_cleanups_stuck", 2),
+                  testing::Pair("tessera_cleanups_total", 1), testing::Pair("tessera_quarantines_total", 1),
+                  testing::Pair("tessera_restarts", 7)));
 }
 
 TEST(MetricsTest, PlannerAndLimits) {
