@@ -236,10 +236,15 @@ absl::StatusOr<std::shared_ptr<SessionCore>> SessionCore::Open(std::shared_ptr<C
   return core;
 }
 
-absl::StatusOr<SideChannel::Reply> SessionCore::CallSideChannel(const v1::SideRequest& request, int fd) {
-  if (side_channel_ != nullptr) return side_channel_->Call(request, fd);
+absl::Status SessionCore::CheckSideChannel() const {
+  if (side_channel_ != nullptr) return absl::OkStatus();
   return absl::FailedPreconditionError(
       "passing descriptors needs a session whose lease is the side channel, which is the default");
+}
+
+absl::StatusOr<SideChannel::Reply> SessionCore::CallSideChannel(const v1::SideRequest& request, int fd) {
+  RETURN_IF_ERROR(CheckSideChannel());
+  return side_channel_->Call(request, fd);
 }
 
 void SessionCore::Prepare(grpc::ClientContext& context, std::chrono::milliseconds timeout) const {

@@ -97,6 +97,7 @@ class SessionCore {
   void Prepare(grpc::ClientContext& context, std::chrono::milliseconds timeout) const;
 
   std::shared_ptr<ClientCore> client;
+  absl::Status CheckSideChannel() const;  // FAILED_PRECONDITION without one
   absl::StatusOr<SideChannel::Reply> CallSideChannel(const v1::SideRequest& request, int fd = -1);
   std::string token;
 

@@ -235,6 +235,7 @@ const std::string& Session::token() const {
 
 absl::StatusOr<Buffer> Buffer::State::Allocate(const std::shared_ptr<SessionCore>& session, std::uint64_t bytes,
                                                std::string_view space) {
+  RETURN_IF_ERROR(session->CheckSideChannel());  // before the daemon allocates what could not be mapped
   grpc::ClientContext context;
   session->Prepare(context, session->client->options.timeout);
   v1::AllocateBufferRequest request;

@@ -77,6 +77,14 @@ void FillInfo(const BufferRow& row, v1::BufferInfo& info) {
   }
 }
 
+// Whom else a buffer is shared with is its owner's business.
+void KeepShareOf(const std::string& principal, v1::BufferInfo& info) {
+  auto& shares = *info.mutable_shares();
+  shares.erase(std::remove_if(shares.begin(), shares.end(),
+                              [&](const v1::BufferShare& share) { return share.principal() != principal; }),
+               shares.end());
+}
+
 v1::LeaseKind ToWire(LeaseKind kind) {
   switch (kind) {
     case LeaseKind::kSideChannel:
@@ -132,9 +140,12 @@ absl::StatusOr<SessionTable::Includes> Listed(const RpcScope& scope, const Peer&
 }
 
 constexpr std::uint32_t kPageMax = 1000;
+constexpr std::int64_t kRowBytesMax = 640;  // of either list, with all of a label and of the shares
 
-std::size_t PageLimit(std::uint32_t asked) {
-  return asked == 0 ? kPageMax : std::min(asked, kPageMax);
+// Rows of a page, which must fit into a message.
+std::size_t PageLimit(const Settings& settings, std::uint32_t asked) {
+  const auto fit = static_cast<std::size_t>(settings.message_bytes_max / kRowBytesMax);
+  return std::min<std::size_t>(fit, asked == 0 ? kPageMax : std::min(asked, kPageMax));
 }
 
 // nullopt revokes.
@@ -210,7 +221,7 @@ grpc::ServerUnaryReactor* MemoryService::ListSessions(grpc::CallbackServerContex
                                                       const v1::ListSessionsRequest* request,
                                                       v1::ListSessionsReply* reply) {
   return Answer(context, scope_, RpcMethod::kMemoryListSessions, [&](const Peer& peer) -> absl::Status {
-    PageRequest page{.after = std::nullopt, .limit = PageLimit(request->limit())};
+    PageRequest page{.after = std::nullopt, .limit = PageLimit(scope_.settings, request->limit())};
     if (!request->after().empty()) {
       ASSIGN_OR_RETURN(const SessionName after, ParseSessionName(request->after(), "after"));
       page.after = Id{.index = after.index, .generation = after.generation};
@@ -275,13 +286,17 @@ grpc::ServerUnaryReactor* MemoryService::ListBuffers(grpc::CallbackServerContext
                                                      const v1::ListBuffersRequest* request,
                                                      v1::ListBuffersReply* reply) {
   return Answer(context, scope_, RpcMethod::kMemoryListBuffers, [&](const Peer& peer) -> absl::Status {
-    PageRequest page{.after = std::nullopt, .limit = PageLimit(request->limit())};
+    PageRequest page{.after = std::nullopt, .limit = PageLimit(scope_.settings, request->limit())};
     if (!request->after().empty()) {
       ASSIGN_OR_RETURN(page.after, ParseId(request->after(), "after"));
     }
     ASSIGN_OR_RETURN(const SessionTable::Includes include, Listed(scope_, peer, request->all_principals()));
     const Page<BufferRow> buffers = scope_.sessions.ListBuffers(include, peer.Principal(), page);
-    for (const BufferRow& row : buffers.rows) FillInfo(row, *reply->add_buffers());
+    for (const BufferRow& row : buffers.rows) {
+      v1::BufferInfo& info = *reply->add_buffers();
+      FillInfo(row, info);
+      if (!include(row.owner)) KeepShareOf(peer.Principal(), info);
+    }
     reply->set_more(buffers.more);
     return absl::OkStatus();
   });

@@ -27,11 +27,12 @@ inline std::string ToString(const SessionName& name) {
   return absl::StrCat(name.index, ".", name.generation);
 }
 
-// INVALID_ARGUMENT naming the field.
+// INVALID_ARGUMENT naming the field, also for other spellings of the numbers.
 inline absl::StatusOr<SessionName> ParseSessionName(std::string_view text, std::string_view field) {
   SessionName name;
   const std::vector<std::string> parts = absl::StrSplit(Av(text), '.');
-  if (parts.size() == 2 && absl::SimpleAtoi(parts[0], &name.index) && absl::SimpleAtoi(parts[1], &name.generation)) {
+  if (parts.size() == 2 && absl::SimpleAtoi(parts[0], &name.index) && absl::SimpleAtoi(parts[1], &name.generation) &&
+      ToString(name) == text) {
     return name;
   }
   return absl::InvalidArgumentError(absl::StrCat(Av(field), ": must be a session's name, such as 3.1"));

@@ -24,9 +24,6 @@ struct BufferHome {
   Reaper* reaper = nullptr;
 };
 
-// Exists until the daemon has let go of what its holders stand for; its deleter tells whoever waits for that.
-using GoneToken = std::shared_ptr<const void>;
-
 // Which physical memory a mapping shows. Two buffers over the same memfd have the same key, whoever imported them; so
 // have two buffers over the same GPU allocation of one session, whose mapping they share (ImportCache).
 struct MemoryKey {

@@ -53,8 +53,8 @@ class IdTable {
   // Removes the entry; nullopt if it is not there.
   std::optional<T> Remove(const Id& id) {
     if (!Find(id).ok()) return std::nullopt;
-    std::optional<T> removed = std::move(slots_[id.index].value);
-    slots_[id.index].value.reset();
+    std::optional<T> removed;
+    slots_[id.index].value.swap(removed);
     free_.push_back(id.index);
     return removed;
   }

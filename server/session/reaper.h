@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <deque>
 #include <list>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -17,6 +18,9 @@
 #include "server/telemetry/metrics.h"
 
 namespace tessera::server {
+
+// Exists until the daemon has let go of what its holders stand for; its deleter tells whoever waits for that.
+using GoneToken = std::shared_ptr<const void>;
 
 class Reaper {
  public:

@@ -15,6 +15,7 @@
 #include "server/session/id.h"
 #include "server/session/import_cache.h"
 #include "server/session/peer.h"
+#include "server/session/reaper.h"
 #include "server/telemetry/metrics.h"
 
 namespace tessera::server {
@@ -64,8 +65,15 @@ class Session {
 
   std::atomic<bool> ended_{false};
   std::atomic<Clock::duration> last_call_{Clock::now().time_since_epoch()};
-  ImportCache descriptor_imports_;  // named by numbers that only this session's client gives a meaning to
-  std::vector<Id> buffers_;         // guarded by SessionTable::mutex_
+  ImportCache imports_;      // a client's names for its allocations are good for itself only
+  std::vector<Id> buffers_;  // guarded by SessionTable::mutex_
+
+  // Whoever waits for the session's end waits for buffers that were released before it and are not gone, too: each of
+  // them holds this object, which gets the token of the end. Guarded by SessionTable::mutex_; null once it has ended.
+  struct TokenOfEnd {
+    GoneToken gone;
+  };
+  std::shared_ptr<TokenOfEnd> token_of_end_ = std::make_shared<TokenOfEnd>();
 };
 
 }  // namespace tessera::server

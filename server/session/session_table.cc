@@ -6,6 +6,7 @@
 #include <spdlog/spdlog.h>
 
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "common/status_macros.h"
 #include "common/text.h"
@@ -50,12 +51,14 @@ std::chrono::milliseconds Milliseconds(std::chrono::steady_clock::duration durat
   return std::chrono::duration_cast<std::chrono::milliseconds>(duration);
 }
 
-// uid:1000, or subject:... of a certificate: as ServerInfo tells callers.
+// uid:1000, as ServerInfo tells callers: only users of this node have sessions. It must be spelt as there, since texts
+// are compared, and are shown to others.
 absl::Status CheckPrincipal(const std::string& principal) {
-  constexpr std::size_t kBytesMax = 512;
-  if (principal == "anonymous") return absl::InvalidArgumentError("principal: anonymous callers have no sessions");
-  if (principal.size() > kBytesMax) return absl::InvalidArgumentError("principal: too long");
-  if (absl::StartsWith(principal, "uid:") || absl::StartsWith(principal, "subject:")) return absl::OkStatus();
+  std::uint32_t uid = 0;
+  const absl::string_view text = principal;
+  if (absl::StartsWith(text, "uid:") && absl::SimpleAtoi(text.substr(4), &uid) && text.substr(4) == absl::StrCat(uid)) {
+    return absl::OkStatus();
+  }
   return absl::InvalidArgumentError("principal: must be such as uid:1000; `tessera status` tells a caller's own");
 }
 
@@ -240,6 +243,8 @@ absl::StatusOr<std::size_t> SessionTable::EndSession(const Id& token, SessionEnd
       dropped.push_back(*std::move(owned));
     }
     session->buffers_.clear();
+    session->token_of_end_->gone = gone;
+    session->token_of_end_.reset();
     sessions_.Remove(token);
     --session->account_->sessions;
     Remember(session, reason);
@@ -304,6 +309,7 @@ void SessionTable::ForgetGone() {
 
 void SessionTable::Tick(Clock::time_point now) {
   std::vector<Id> expired;
+  std::vector<std::shared_ptr<Session>> alive;  // let go of without the lock: each may turn out to be the last owner
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     sessions_.ForEach([&](const Id& id, const std::shared_ptr<Session>& session) {
@@ -315,11 +321,14 @@ void SessionTable::Tick(Clock::time_point now) {
       if (ended.row.state == SessionState::kQuarantined || now - ended.ended <= limits_.cleanup_patience) continue;
       ended.row.state = SessionState::kQuarantined;
       metrics_.Quarantined();
+      alive.push_back(ended.session.lock());
+      const std::int64_t in_flight = alive.back() == nullptr ? 0 : alive.back()->lane()->in_flight();
+      const MemoryUse held = ended.memory->used();
       spdlog::error(
-          "session {}.{} of {} (pid {}, \"{}\") ended {} ms ago and is stuck: it still holds {} buffers of {} bytes",
+          "session {}.{} of {} (pid {}, \"{}\") ended {} ms ago and is not gone: operations in flight: {}, "
+          "buffers: {}, of {} bytes; those without operations of its own are used by others, or stuck",
           ended.row.id.index, ended.row.id.generation, ended.row.owner.Principal(), ended.row.owner.pid,
-          ended.row.label, Milliseconds(now - ended.ended).count(), ended.memory->used().buffers,
-          ended.memory->used().bytes);
+          ended.row.label, Milliseconds(now - ended.ended).count(), in_flight, held.buffers, held.bytes);
     }
   }
   for (const Id& token : expired) EndSession(token, SessionEnd::kExpired).status().IgnoreError();  // or it was closed
@@ -436,8 +445,8 @@ absl::StatusOr<SessionTable::NewBuffer> SessionTable::Show(Session& session, std
 absl::StatusOr<SessionTable::NewBuffer> SessionTable::ImportLegacy(Session& session, const LegacyImport& import) {
   ASSIGN_OR_RETURN(DeviceMemory* const device, FindDevice("cuda_ipc_handle.device_uuid", import.device_uuid));
   ASSIGN_OR_RETURN(const LegacyHandle handle, CheckLegacyImport(import, session.peer()));
-  auto allocation = legacy_imports_.Get(absl::StrCat(device->uuid(), import.handle), import.allocation_id,
-                                        [&] { return device->ImportLegacy(handle); });
+  auto allocation = session.imports_.Get(absl::StrCat("handle ", device->uuid(), import.handle), import.allocation_id,
+                                         [&] { return device->ImportLegacy(handle); });
   if (!allocation.ok()) return InField("cuda_ipc_handle", allocation.status());
   return Show(session, *std::move(allocation), *device, import.byte_offset, import.bytes);
 }
@@ -452,8 +461,8 @@ absl::StatusOr<SessionTable::NewBuffer> SessionTable::ImportDescriptor(Session& 
         "cuda_descriptor: shows a buffer that the daemon allocated; use that buffer's id");
   }
   auto allocation =
-      session.descriptor_imports_.Get(absl::StrCat(device->uuid(), " ", import.allocation_id), import.allocation_id,
-                                      [&] { return device->ImportDescriptor(std::move(fd), import.allocation_bytes); });
+      session.imports_.Get(absl::StrCat("descriptor ", device->uuid(), " ", import.allocation_id), import.allocation_id,
+                           [&] { return device->ImportDescriptor(std::move(fd), import.allocation_bytes); });
   if (!allocation.ok()) return InField("cuda_descriptor", allocation.status());
   if (const std::uint64_t bytes = (*allocation)->bytes(); bytes != import.allocation_bytes) {
     LetGo(*std::move(allocation));
@@ -499,7 +508,8 @@ absl::Status SessionTable::ReleaseBuffer(const Session& session, const Id& buffe
   const std::lock_guard<std::mutex> lock(mutex_);
   RETURN_IF_ERROR(FindOwned(session, buffer).status());
   released = buffers_.Remove(buffer);
-  released->buffer->HoldUntilGone(std::move(gone));
+  released->buffer->HoldUntilGone(
+      std::make_shared<std::pair<GoneToken, GoneToken>>(std::move(gone), released->owner->token_of_end_));
   metrics_.BufferRemoved(released->buffer->origin(), released->buffer->bytes());
   std::vector<Id>& mine = released->owner->buffers_;
   mine.erase(std::find(mine.begin(), mine.end(), buffer));

@@ -229,8 +229,6 @@ class SessionTable {
   const std::vector<DeviceMemory*> devices_;
   const std::shared_ptr<MemoryBudget> memory_;
   Accounts accounts_;
-  // Of all sessions: the driver opens a handle once, and gives the same mapping to all who open it again.
-  ImportCache legacy_imports_;
 
   std::mutex mutex_;
   IdTable<Lease> leases_;

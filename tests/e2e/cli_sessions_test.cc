@@ -252,5 +252,19 @@ TEST_F(CliSessionsTest, ASessionThatEndsWhileItsCallRuns) {
   EXPECT_EQ(MetricSum(Metrics(), "tessera_quarantines_total"), 1);
 }
 
+// What a client chooses must not steer the terminal of whoever looks.
+TEST_F(CliSessionsTest, NothingThatAClientSaysSteersTheTerminal) {
+  const RawClient client(socket());
+  const std::string token = client.OpenFor(60'000, "plain").value();
+  const std::string buffer = client.Allocate(token, 100).value();
+  for (const char* principal : {"uid:\033[2J", "subject:\033]0;x\007", "uid:1\n2"}) {
+    client.Share(token, buffer, principal, v1::BUFFER_ACCESS_READ).status().IgnoreError();
+  }
+  const std::string table = Out({"buffers", "--all"});
+  EXPECT_THAT(table, Not(HasSubstr("\033")));
+  EXPECT_THAT(table, Not(HasSubstr("\007")));
+  EXPECT_EQ(Lines(table).size(), 3U) << table;
+}
+
 }  // namespace
 }  // namespace tessera::e2e

@@ -539,6 +539,24 @@ TEST_F(EndTest, CloseAnswersWhenTheMemoryIsGone) {
   EXPECT_EQ(Ends("closed"), 1);
 }
 
+// A client may let go of memory that it exported once the session is closed, whatever became of its releases.
+TEST_F(EndTest, CloseWaitsForReleasedBuffersToo) {
+  const RawClient client(socket());
+  const std::string token = client.OpenFor(60'000).value();
+  const std::string buffer = client.Allocate(token, kSlowProduct.BufferBytes()).value();
+  std::future<absl::Status> running = client.Send(token, ProductOf(kSlowProduct, buffer, buffer));
+  ASSERT_TRUE(Eventually(10s, [&] { return MetricSum(Metrics(), "tessera_kernel_launches_total") > 0; }));
+  v1::ReleaseBufferRequest release;
+  release.set_buffer_id(buffer);
+  EXPECT_EQ(RawClient::Call(client.memory(), &v1::Memory::Stub::ReleaseBuffer, release, token, 50ms).status().code(),
+            StatusCode::kDeadlineExceeded);
+  EXPECT_FALSE(IsReady(running)) << "the call was over: use a larger product";
+  const auto closed = client.Close(token);
+  EXPECT_EQ(client.ServerInfo().buffer_bytes(), 0U) << "answered while a call had the memory";
+  EXPECT_EQ(closed->buffers_released(), 0U);
+  EXPECT_EQ(Text(running.get()), "OK");
+}
+
 TEST_F(EndTest, ADeadlineOfCloseUndoesNothing) {
   const RawClient client(socket());
   const std::string token = client.OpenFor(60'000).value();
@@ -633,8 +651,9 @@ TEST_F(EndTest, NamesAreCheckedWhole) {
   EXPECT_THAT(name, ::testing::MatchesRegex("[0-9]+\\.[0-9]+"));
   for (const std::string& bad :
        {std::string(), std::string("."), std::string("0"), std::string("0."), std::string(".1"), name + ".",
-        name + ".1", std::string("a.b"), "-" + name, std::string("0.-1"), std::string("4294967296.1"),
-        std::string("0.4294967297"), std::string("0x0.1"), name + std::string("\0", 1), std::string(10'000, '1')}) {
+        name + ".1", std::string("a.b"), "-" + name, " " + name, "+" + name, "0" + name, name + " ",
+        std::string("0.-1"), std::string("4294967296.1"), std::string("0.4294967297"), std::string("0x0.1"),
+        name + std::string("\0", 1), std::string(10'000, '1')}) {
     SCOPED_TRACE(bad.substr(0, 20));
     ExpectRefused(client.EndSession(bad).status(), StatusCode::kInvalidArgument, "name: ");
   }

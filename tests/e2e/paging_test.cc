@@ -94,6 +94,22 @@ TEST_F(PagingTest, BuffersThatComeAndGo) {
   }
 }
 
+// Pages fit into messages, however small those are and however much each row has to tell.
+TEST_F(PagingTest, BuffersInSmallMessages) {
+  StartDaemon({{"message_bytes_max", "66KiB"}, {"inline_bytes_max", "1KiB"}});
+  client_.emplace(socket());
+  const std::string token = client_->OpenFor(60'000, std::string(64, '~')).value();
+  for (int i = 0; i < 300; ++i) {
+    const std::string id = client_->Allocate(token, 1).value();
+    for (uid_t uid = 4'000'000'000; uid < 4'000'000'016; ++uid) {
+      ASSERT_TRUE(client_->Share(token, id, PrincipalOf(uid), v1::BUFFER_ACCESS_READ_WRITE).ok());
+    }
+  }
+  const auto all = Connect().ListBuffers();
+  ASSERT_TRUE(all.ok()) << all.status();
+  EXPECT_EQ(all->buffers_size(), 300);
+}
+
 TEST_F(PagingTest, Sessions) {
   std::set<std::string> labels;
   for (int i = 0; i < kSessions; ++i) {

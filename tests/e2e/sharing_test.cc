@@ -347,7 +347,10 @@ TEST_F(SharingTest, WrongRequestsChangeNothing) {
   }
   for (const std::string& wrong :
        {std::string("root"), std::string("1000"), std::string("anonymous"), std::string("uid"), std::string("UID:1000"),
-        std::string(" uid:1000"), std::string("gid:1000"), std::string(1, '\0'), "uid:" + std::string(10'000, '1')}) {
+        std::string(" uid:1000"), std::string("uid:"), std::string("uid:root"), std::string("uid:-1"),
+        std::string("uid:01000"), std::string("uid: 1000"), std::string("uid:1000 "), std::string("uid:4294967296"),
+        std::string("subject:CN=trainer"), std::string("uid:\033[2J"), std::string("gid:1000"), std::string(1, '\0'),
+        "uid:" + std::string(10'000, '1')}) {
     SCOPED_TRACE(wrong.substr(0, 20));
     ExpectRefused(root_->Share(mine, id, wrong, kRead).status(), invalid, "principal: ");
   }

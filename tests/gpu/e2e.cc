@@ -68,19 +68,22 @@ struct Environment {
   bool mps = false;
   int daemon_pid = 0;  // 0: the PID namespace of this program; else in namespaces of their own
   int client_pid = 0;
-  bool collision() const { return daemon_pid != 0 && daemon_pid == client_pid; }
+  bool collision() const { return daemon_pid > 1 && daemon_pid == client_pid; }
+  bool containers() const { return daemon_pid == 1; }
   bool own_pids() const { return daemon_pid == 0 && client_pid == 0; }
 };
 
-// 1 and 1 is what two containers have.
+// 1 and 1 is what two containers have; there the daemon is a child of its PID 1, and so has another number.
 const std::vector<Environment>& Environments() {
   static const std::vector<Environment> environments = {
       {.name = "plain"},
       {.name = "two PID namespaces", .daemon_pid = 5, .client_pid = 9},
-      {.name = "equal PID numbers", .daemon_pid = 1, .client_pid = 1},
+      {.name = "two PID 1", .daemon_pid = 1, .client_pid = 1},
+      {.name = "equal PID numbers", .daemon_pid = 5, .client_pid = 5},
       {.name = "MPS", .mps = true},
       {.name = "MPS, two PID namespaces", .mps = true, .daemon_pid = 5, .client_pid = 9},
-      {.name = "MPS, equal PID numbers", .mps = true, .daemon_pid = 1, .client_pid = 1},
+      {.name = "MPS, two PID 1", .mps = true, .daemon_pid = 1, .client_pid = 1},
+      {.name = "MPS, equal PID numbers", .mps = true, .daemon_pid = 5, .client_pid = 5},
   };
   return environments;
 }
@@ -122,6 +125,8 @@ class EnvironmentRun {
     CheckIsolation();
     if (environment_.collision()) {
       RunJob("collision");
+    } else if (environment_.containers()) {
+      for (const char* const job : {"routes", "refusals"}) RunJob(job);
     } else {
       for (const char* const job : {"routes", "refusals", "hostile", "cycles"}) RunJob(job);
       if (environment_.own_pids()) RunLifetimes();
@@ -199,6 +204,7 @@ class EnvironmentRun {
     const LifetimeStage stage{
         .daemon = &daemon_->client(),
         .same_pids = environment_.own_pids(),
+        .own_kernels = !environment_.mps,
         .seed = options_.seed + static_cast<std::uint64_t>(results_),
         .start = [this](const std::string& job, const std::string& board) { return StartClient(job, "", board); },
         .new_path = [this](const std::string& name) { return ResultPath(name); },

@@ -103,7 +103,8 @@ class KilledRounds {
   absl::Status KillAll(int rounds) {
     const Clock::time_point begin = Clock::now();
     // Streams, threads and memory that the daemon keeps once it had them.
-    const int warm = static_cast<int>(kVictimKinds.size());
+    const std::size_t kinds = kVictimKinds.size() - (stage_.own_kernels ? 0 : 1);
+    const int warm = static_cast<int>(kinds);
     const bool measures = stage_.same_pids && rounds > 2 * warm;
     Footprint before;
     for (int round = 0; round < rounds; ++round) {
@@ -114,7 +115,7 @@ class KilledRounds {
       if (measures && round == warm) {
         ASSIGN_OR_RETURN(before, FootprintOfDaemon(calm_.pid()));
       }
-      const std::string kind(kVictimKinds.at(static_cast<std::size_t>(round) % kVictimKinds.size()));
+      const std::string kind(kVictimKinds.at(static_cast<std::size_t>(round) % kinds));
       const absl::Status status = Round(kind);
       if (!status.ok()) return InField(absl::StrCat("round ", round, ", ", kind), status);
     }

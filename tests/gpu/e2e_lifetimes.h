@@ -18,7 +18,7 @@ namespace tessera::gpu_test {
 
 // Kinds of clients that are killed: in the middle of imports by either route; with buffers that nobody uses; with large
 // products running; with more of them than the daemon launches ahead; with answers of a stream that it does not read;
-// with kernels of its own that write what the daemon reads. The jobs are victim-<kind>.
+// with kernels of its own that write what the daemon reads, which is the last. The jobs are victim-<kind>.
 inline constexpr std::array<std::string_view, 7> kVictimKinds = {"handles", "descriptors", "idle",   "running",
                                                                  "queued",  "unread",      "kernels"};
 
@@ -40,6 +40,9 @@ void CheckFootprint(Row& row, const Footprint& before, const Footprint& after, c
 struct LifetimeStage {
   client::Client* daemon = nullptr;  // may administer
   bool same_pids = true;             // process numbers that the daemon tells are those of this process
+  // Whether clients with kernels of their own are killed: not under MPS, where the end of such a client may end the
+  // contexts of all (docs/guides/isolation.md).
+  bool own_kernels = true;
   std::uint64_t seed = 0;
   // A client process for `job`, with a board (e2e_board.h) at that path.
   std::function<absl::StatusOr<Process>(const std::string& job, const std::string& board)> start;

@@ -327,6 +327,30 @@ TEST_F(SessionEndTest, EndIsDoneWhenAllItsMemoryIs) {
   ExpectNothingLeft();
 }
 
+TEST_F(SessionEndTest, EndIsDoneWhenWhatWasReleasedBeforeIsGone) {
+  std::shared_ptr<Session> session = Open(kAnn);
+  ASSERT_NE(session, nullptr);
+  const Id with_token = Allocate(*session, 100, "cuda");
+  const Id without = Allocate(*session, 100);
+  BufferPin first = Pin(*session, with_token);
+  BufferPin second = Pin(*session, without);
+  Watched released, ended;
+  ASSERT_TRUE(table_.ReleaseBuffer(*session, with_token, released.Token()).ok());
+  ASSERT_TRUE(table_.ReleaseBuffer(*session, without).ok());
+  ASSERT_TRUE(table_.EndSession(session->id(), SessionEnd::kClosed, ended.Token()).ok());
+  session.reset();
+  ASSERT_TRUE(AwaitIdle(reaper_));
+  EXPECT_FALSE(ended.gone());
+  first = BufferPin();
+  ASSERT_TRUE(AwaitIdle(reaper_));
+  EXPECT_TRUE(released.gone()) << "it waits for its own memory alone";
+  EXPECT_FALSE(ended.gone());
+  second = BufferPin();
+  ASSERT_TRUE(AwaitIdle(reaper_));
+  EXPECT_TRUE(ended.gone());
+  ExpectNothingLeft();
+}
+
 TEST_F(SessionEndTest, EndWithoutMemoryIsDoneWhenItsWorkIsDropped) {
   Turnstile turnstile;
   const std::shared_ptr<Session> session = Open(kAnn);
