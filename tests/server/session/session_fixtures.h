@@ -55,7 +55,8 @@ class Turnstile {
     std::unique_lock<std::mutex> lock(mutex_);
     ++arrived_;
     changed_.notify_all();
-    changed_.wait_for(lock, kTestPatience, [this] { return open_; });
+    // Longer than a test waits for what must happen meanwhile.
+    changed_.wait_for(lock, 2 * kTestPatience, [this] { return open_; });
   }
   bool AwaitArrivals(int number) {
     std::unique_lock<std::mutex> lock(mutex_);
