@@ -274,7 +274,8 @@ TEST_F(OwnershipTest, ABufferReleasedDuringItsCallLivesUntilTheCallEnds) {
   for (std::uint64_t at = 0; at < 2 * kMatrixBytes; at += 2) oracle::Encode(DType::kBf16, 1, mine + at);
 
   StartDaemon({{"cpu_threads", "1"}});
-  client_.emplace(Connect());
+  // The release waits for all of the calls, which take their time under sanitizers.
+  client_.emplace(client::Client::Connect({.socket = socket(), .timeout = 120s}).value());
   const Holdings before = Held();
   client::Session session = client_->OpenSession("releasing").value();
   client::Buffer buffer = session.Import(memfd.get()).value();

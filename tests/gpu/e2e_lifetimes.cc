@@ -35,7 +35,7 @@ constexpr std::int64_t kMiB = std::int64_t{1} << 20;
 constexpr std::int64_t kMemoryTolerance = 64 * kMiB;
 constexpr std::uint32_t kLaunchedAhead = 16;  // products of one session that the daemon launches at most
 // Threads of gRPC come and go, two maps each and perhaps an arena of the heap. What leaks has a file or a descriptor.
-constexpr Footprint kRoundsTolerance{.maps = 64, .file_maps = 8, .descriptors = 8, .resident_bytes = 32 * kMiB};
+constexpr Footprint kRoundsTolerance{.maps = 128, .file_maps = 8, .descriptors = 8, .resident_bytes = 32 * kMiB};
 
 double MillisecondsSince(Clock::time_point begin) {
   return std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
