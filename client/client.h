@@ -55,6 +55,22 @@ struct ConnectOptions {
 // Multiplier on an operand: one number, or a float32 tensor ([1], [M] for A, [N] for B).
 using Scale = std::variant<float, TensorView>;
 
+// A point in the order of work: Timeline::At.
+struct SyncPoint {
+  std::string timeline;  // id
+  std::uint64_t value = 0;
+};
+
+// Where a submission stands in the order of work, and when it is answered; SubmitOptions in types.proto says it in
+// full.
+struct OrderSpec {
+  std::string stream = {};  // WorkStream::id(); empty: the session's own
+  std::vector<SyncPoint> wait = {};
+  std::vector<SyncPoint> signal = {};
+  v1::ReplyWhen reply_when = v1::REPLY_WHEN_UNSPECIFIED;
+  std::chrono::milliseconds launch_timeout{0};  // until the launch, kept by the daemon; 0 = none
+};
+
 // D[.., m, n] = (sum_k A[.., m, k] * B[.., n, k]) * a_scale * b_scale + bias; see GemmOp in types.proto.
 struct GemmSpec {
   // The initialisers let a caller name only what it sets, without -Wextra's complaint.
@@ -67,7 +83,8 @@ struct GemmSpec {
   v1::Accumulation accumulation = v1::ACCUMULATION_UNSPECIFIED;
   v1::Backend backend = v1::BACKEND_UNSPECIFIED;
   bool profile = false;                  // fill report.timing
-  std::chrono::milliseconds timeout{0};  // until the launch; 0 = none
+  std::chrono::milliseconds timeout{0};  // of the call; honoured until the launch; 0 = none
+  OrderSpec order = {};
 };
 
 struct GemmResult {
@@ -90,6 +107,46 @@ struct SessionOptions {
   std::string label = {};  // shown to operators
   Lease lease = Lease::kSideChannel;
   std::chrono::milliseconds ttl{0};  // of kTtl
+};
+
+// A value that only grows, which submissions of sessions wait for and signal. Goes with the object, or with its
+// session; whoever waits for it then gets ABORTED.
+class Timeline {
+ public:
+  Timeline(Timeline&&) noexcept = default;
+  Timeline& operator=(Timeline&& other) noexcept;
+  ~Timeline();
+
+  const std::string& id() const { return id_; }
+  SyncPoint At(std::uint64_t value) const { return {id_, value}; }
+  absl::Status Signal(std::uint64_t value);
+  // Waits for `value`: the value that there is, or the error that the timeline was signalled with up to it.
+  // DEADLINE_EXCEEDED after `timeout`.
+  absl::StatusOr<std::uint64_t> Wait(std::uint64_t value, std::chrono::milliseconds timeout);
+
+ private:
+  friend class Session;
+  Timeline(std::shared_ptr<SessionCore> session, std::string id) : session_(std::move(session)), id_(std::move(id)) {}
+  std::shared_ptr<SessionCore> session_;
+  std::string id_;
+};
+
+// A further in-order stream of a session. Goes with the object; its work goes on.
+class WorkStream {
+ public:
+  WorkStream(WorkStream&&) noexcept = default;
+  WorkStream& operator=(WorkStream&& other) noexcept;
+  ~WorkStream();
+
+  const std::string& id() const { return id_; }
+  // Waits for all that was submitted to it before: the first error since the last time, if there was one.
+  absl::Status Synchronize(std::chrono::milliseconds timeout);
+
+ private:
+  friend class Session;
+  WorkStream(std::shared_ptr<SessionCore> session, std::string id) : session_(std::move(session)), id_(std::move(id)) {}
+  std::shared_ptr<SessionCore> session_;
+  std::string id_;
 };
 
 // Memory that this process and the daemon share, on the host or on a GPU. Released with the object, which waits for the
@@ -160,6 +217,17 @@ class Session {
   // that are on the way together may arrive in any order: wait for a result before sending what reads it.
   void GemmAsync(const GemmSpec& spec, std::function<void(absl::StatusOr<GemmResult>)> done);
   std::future<absl::StatusOr<GemmResult>> GemmAsync(const GemmSpec& spec);
+  // Several products, one after the other, with one answer; `order`, and backend, profile and timeout of the first, are
+  // those of all.
+  absl::StatusOr<std::vector<GemmResult>> Execute(const std::vector<GemmSpec>& specs, const OrderSpec& order = {});
+
+  absl::StatusOr<WorkStream> OpenWorkStream(v1::StreamPriority priority = v1::STREAM_PRIORITY_NORMAL);
+  // `shared_with`: principals whose sessions may use it, too; "" is this client's own.
+  absl::StatusOr<Timeline> CreateTimeline(std::uint64_t initial_value = 0,
+                                          const std::vector<std::string>& shared_with = {});
+  // Waits for all that was submitted to any stream of the session before: the first error since the last time.
+  absl::Status Synchronize(std::chrono::milliseconds timeout);
+
   // One call that carries many products, started in the order in which they are given. `timeout` is that of all of them
   // together; 0 = none.
   GemmStream OpenStream(std::chrono::milliseconds timeout = std::chrono::milliseconds(0));

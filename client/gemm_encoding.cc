@@ -1,5 +1,6 @@
 #include "client/gemm_encoding.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "common/status_macros.h"
@@ -51,6 +52,19 @@ void Encode(const GemmSpec& spec, v1::GemmOp& op, v1::SubmitOptions& options) {
   op.set_accumulation(spec.accumulation);
   options.set_backend(spec.backend);
   options.set_profile(spec.profile);
+  EncodeOrder(spec.order, options);
+}
+
+void EncodeOrder(const OrderSpec& order, v1::SubmitOptions& options) {
+  const auto add = [](const SyncPoint& point, v1::SyncPoint& to) {
+    to.set_id(point.timeline);
+    to.set_value(point.value);
+  };
+  options.set_stream(order.stream);
+  for (const SyncPoint& point : order.wait) add(point, *options.add_wait());
+  for (const SyncPoint& point : order.signal) add(point, *options.add_signal());
+  options.set_reply_when(order.reply_when);
+  options.set_timeout_ms(static_cast<std::uint64_t>(std::max<std::int64_t>(0, order.launch_timeout.count())));
 }
 
 absl::StatusOr<GemmResult> Decode(v1::OpReport& report, const std::string& inline_result, const TensorView& d,

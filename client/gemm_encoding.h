@@ -11,6 +11,7 @@
 namespace tessera::client {
 
 // Fills `op` and `options`, both empty before. Copies the elements of inline tensors.
+void EncodeOrder(const OrderSpec& order, v1::SubmitOptions& options);
 void Encode(const GemmSpec& spec, v1::GemmOp& op, v1::SubmitOptions& options);
 
 // The answer of the daemon to a call whose output is `d`: takes `report`, writes `inline_result` through `d` if that is

@@ -68,6 +68,8 @@ SessionLimits LimitsOf(const Settings& settings, std::uint64_t gpu_bytes) {
       .buffer_bytes_max = static_cast<std::uint64_t>(settings.buffer_bytes_max),
       .principal_buffer_bytes_max = static_cast<std::uint64_t>(settings.buffer_bytes_per_principal_max),
       .session_buffer_bytes_max = static_cast<std::uint64_t>(settings.session_buffer_bytes_max),
+      .streams_per_session_max = static_cast<std::uint64_t>(settings.streams_per_session_max),
+      .timelines_per_session_max = static_cast<std::uint64_t>(settings.timelines_per_session_max),
       .ttl_max = std::chrono::seconds(settings.lease_ttl_max_s),
       .cleanup_patience = std::chrono::seconds(settings.cleanup_patience_s)};
   if (limits.buffer_bytes_max == 0) limits.buffer_bytes_max = HalfOfMemory() + gpu_bytes;
@@ -160,10 +162,10 @@ class Daemon::Parts {
                   metrics_),
         sessions_(
             NewEpoch(), LimitsOf(settings_, opened.gpu_memory_bytes), metrics_, reaper_,
-            [this] { return executor_.MakeLane(); }, GpuMemories()),
+            [this](StreamPriority priority) { return executor_.MakeLane(priority); }, GpuMemories()),
         scope_{.settings = settings_, .metrics = metrics_, .peers = peers_, .sessions = sessions_},
         compute_(scope_, executor_),
-        memory_(scope_),
+        memory_(scope_, executor_),
         restarts_(restarts),
         loss_(std::move(loss)) {
     metrics_.SetIsolationMode(isolation_);
@@ -296,6 +298,7 @@ class Daemon::Parts {
     const SessionCounts counts = sessions_.Counts();
     metrics_.SetSessionsEnding(counts.ending, counts.quarantined);
     metrics_.SetBufferHeldBytes(counts.bytes_held);
+    metrics_.SetSyncs(counts.streams, counts.timelines);
     const Reaper::Counts cleanups = reaper_.counts();
     metrics_.SetCleanups(cleanups.waiting, cleanups.stuck);
     ReadGpu();
@@ -348,6 +351,7 @@ class Daemon::Parts {
   // Leases whose time is over, and what is stuck. While nothing is cleaned up any more, the daemon is not ready.
   void Tick() {
     sessions_.Tick();
+    executor_.Tick();
     reaper_.Tick();
     if (const bool blocked = reaper_.blocked(); blocked != blocked_.exchange(blocked)) {
       spdlog::error("clean-up of memory {}", blocked ? "is stuck: not ready" : "goes on: ready");

@@ -2,14 +2,10 @@
 // the same gRPC build, socket kind, channel arguments, client code and message sizes. One JSON object a line.
 
 #include <grpcpp/grpcpp.h>
-#include <signal.h>
-#include <spawn.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
-#include <filesystem>
 #include <fstream>
 #include <memory>
 #include <thread>
@@ -17,12 +13,12 @@
 #include <nlohmann/json.hpp>
 
 #include "absl/strings/str_cat.h"
+#include "client/cli/bench_echo.h"
+#include "client/cli/bench_stream.h"
 #include "client/cli/commands.h"
 #include "client/core.h"
 #include "common/status_macros.h"
 #include "common/text.h"
-
-extern char** environ;
 
 namespace tessera::client::cli {
 namespace {
@@ -38,63 +34,6 @@ constexpr int kRssCalls = 100000;
 struct BenchOptions {
   std::string out;  // empty = stdout
   std::string git;
-};
-
-// Answers every Gemm at once with a reply of the size that the daemon's has.
-class EchoService final : public v1::Compute::CallbackService {
-  grpc::ServerUnaryReactor* Gemm(grpc::CallbackServerContext* context, const v1::GemmRequest* /*request*/,
-                                 v1::GemmReply* reply) override {
-    v1::OpReport& report = *reply->mutable_report();
-    report.set_variant("gemm.cpu.bf16_bf16.bf16.fast.NT/reference");
-    report.set_backend("cpu");
-    report.set_source("degraded");
-    report.set_split(1);
-    report.set_flops(8192);
-    grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-    reactor->Finish(grpc::Status::OK);
-    return reactor;
-  }
-};
-
-int RunEchoServer(const std::string& path) {
-  EchoService service;
-  grpc::ServerBuilder builder;
-  builder.AddListeningPort("unix:" + path, grpc::InsecureServerCredentials());
-  builder.RegisterService(&service);
-  const std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
-  if (server == nullptr) return kExitFailed;
-  server->Wait();  // until killed
-  return kExitOk;
-}
-
-// The echo service in a child process, killed with the object.
-class EchoProcess {
- public:
-  static absl::StatusOr<std::unique_ptr<EchoProcess>> Start() {
-    const std::string path = absl::StrCat("/tmp/tessera-echo-", ::getpid(), ".sock");
-    std::string words[] = {"tessera", "bench", "echo-server", path};
-    char* arguments[] = {words[0].data(), words[1].data(), words[2].data(), words[3].data(), nullptr};
-    std::error_code error;
-    const std::string program = std::filesystem::read_symlink("/proc/self/exe", error);
-    pid_t pid = 0;
-    if (error || ::posix_spawn(&pid, program.c_str(), nullptr, nullptr, arguments, environ) != 0) {
-      return absl::InternalError("cannot start the echo service");
-    }
-    return std::unique_ptr<EchoProcess>(new EchoProcess(pid, path));
-  }
-
-  ~EchoProcess() {
-    ::kill(pid_, SIGKILL);
-    ::waitpid(pid_, nullptr, 0);
-    ::unlink(path_.c_str());
-  }
-
-  const std::string& path() const { return path_; }
-
- private:
-  EchoProcess(pid_t pid, std::string path) : pid_(pid), path_(std::move(path)) {}
-  const pid_t pid_;
-  const std::string path_;
 };
 
 // One client: a connection of its own and the request that it repeats.
@@ -212,20 +151,8 @@ std::int64_t ResidentBytes(int pid) {
   return resident * ::sysconf(_SC_PAGESIZE);
 }
 
-std::string Machine() {
-  std::ifstream cpuinfo("/proc/cpuinfo");
-  std::string model = "unknown processor";
-  for (std::string line; std::getline(cpuinfo, line);) {
-    if (line.rfind("model name", 0) == 0) {
-      model = line.substr(line.find(':') + 2);
-      break;
-    }
-  }
-  return absl::StrCat(model, ", ", std::thread::hardware_concurrency(), " threads");
-}
-
 absl::StatusOr<nlohmann::json> RunCase(Client& client, const std::string& echo_socket, int clients, int daemon_pid,
-                                       const BenchOptions& bench, Progress& progress, std::uint64_t& done) {
+                                       const std::string& git, Progress& progress, std::uint64_t& done) {
   ASSIGN_OR_RETURN(auto sides, MakeSides(client, echo_socket, clients));
   auto& [daemon, echo] = sides;
   const auto run = [&](Tally& tally, const Side& side, int calls) {
@@ -259,10 +186,10 @@ absl::StatusOr<nlohmann::json> RunCase(Client& client, const std::string& echo_s
                         {"echo_rate", MedianOf(echo_rounds, &Round::rate)},
                         {"rss_growth_bytes", ResidentBytes(daemon_pid) - resident},
                         {"machine", Machine()},
-                        {"git", bench.git}};
+                        {"git", git}};
 }
 
-absl::Status RunRpcBench(const GlobalOptions& options, const BenchOptions& bench) {
+absl::StatusOr<std::string> RpcBenchLines(const GlobalOptions& options, const std::string& git) {
   ASSIGN_OR_RETURN(Client client, Connect(options));
   ASSIGN_OR_RETURN(const v1::ServerInfoReply info, client.ServerInfo());
   ASSIGN_OR_RETURN(const std::unique_ptr<EchoProcess> echo, EchoProcess::Start());
@@ -272,21 +199,27 @@ absl::Status RunRpcBench(const GlobalOptions& options, const BenchOptions& bench
   std::uint64_t done = 0;
   std::string lines;
   for (const int clients : kClients) {
-    ASSIGN_OR_RETURN(const nlohmann::json row,
-                     RunCase(client, echo->path(), clients, info.pid(), bench, progress, done));
+    ASSIGN_OR_RETURN(const nlohmann::json row, RunCase(client, echo->path(), clients, info.pid(), git, progress, done));
     lines += row.dump() + "\n";
   }
-  if (bench.out.empty()) {
-    std::fputs(lines.c_str(), stdout);
+  return lines;
+}
+
+using Lines = absl::StatusOr<std::string> (*)(const GlobalOptions& options, const std::string& git);
+
+absl::Status Write(const absl::StatusOr<std::string>& lines, const std::string& out) {
+  RETURN_IF_ERROR(lines.status());
+  if (out.empty()) {
+    std::fputs(lines->c_str(), stdout);
     return absl::OkStatus();
   }
-  std::ofstream file(bench.out);
-  if (!(file << lines << std::flush)) return absl::InternalError(absl::StrCat("cannot write ", bench.out));
+  std::ofstream file(out);
+  if (!(file << *lines << std::flush)) return absl::InternalError(absl::StrCat("cannot write ", out));
   return absl::OkStatus();
 }
 
-int Run(const GlobalOptions& options, const BenchOptions& bench) {
-  const absl::Status status = RunRpcBench(options, bench);
+int Run(const GlobalOptions& options, const BenchOptions& bench, Lines lines) {
+  const absl::Status status = Write(lines(options, bench.git), bench.out);
   return status.ok() ? kExitOk : Fail(options, status);
 }
 
@@ -300,11 +233,16 @@ Command AddBench(CLI::App& app, const GlobalOptions& options) {
       "rpc", "A 16x16x16 Gemm beside a bare echo service: latency, rate, memory growth; a minute or two");
   rpc->add_option("--out", bench->out, "Write the JSON lines here instead of to standard output");
   rpc->add_option("--git", bench->git, "Revision to note in the report");
+  CLI::App* stream = command->add_subcommand(
+      "stream", "The same, pipelined on Compute.Stream, beside an echo stream of the same depth: rate; half a minute");
+  stream->add_option("--out", bench->out, "Write the JSON lines here instead of to standard output");
+  stream->add_option("--git", bench->git, "Revision to note in the report");
   auto echo_path = std::make_shared<std::string>();
   CLI::App* echo = command->add_subcommand("echo-server", "The echo service of `bench rpc`")->group("");
   echo->add_option("path", *echo_path)->required();
-  return {command, [&options, bench, echo, echo_path] {
-            return echo->parsed() ? RunEchoServer(*echo_path) : Run(options, *bench);
+  return {command, [&options, bench, stream, echo, echo_path] {
+            if (echo->parsed()) return RunEchoServer(*echo_path);
+            return Run(options, *bench, stream->parsed() ? &StreamBenchLines : &RpcBenchLines);
           }};
 }
 

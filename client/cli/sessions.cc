@@ -57,13 +57,17 @@ void PrintJson(const v1::ListSessionsReply& list, bool one_line) {
                     {"idle_ms", session.idle_ms()},
                     {"buffers", session.buffers()},
                     {"bytes", session.bytes()},
-                    {"in_flight", session.in_flight()}});
+                    {"in_flight", session.in_flight()},
+                    {"gated", session.gated()},
+                    {"streams", session.streams()},
+                    {"timelines", session.timelines()}});
   }
   std::printf("%s\n", rows.dump(one_line ? -1 : 2, ' ', false, nlohmann::json::error_handler_t::replace).c_str());
 }
 
 void PrintTable(const v1::ListSessionsReply& list) {
-  Table table({"session", "state", "lease", "buffers", "memory", "in flight", "age", "idle", "owner", "pid", "label"});
+  Table table({"session", "state", "lease", "buffers", "memory", "in flight", "gated", "streams", "timelines", "age",
+               "idle", "owner", "pid", "label"});
   std::uint64_t bytes = 0;
   for (const v1::SessionInfo& session : list.sessions()) {
     bytes += session.bytes();
@@ -71,6 +75,7 @@ void PrintTable(const v1::ListSessionsReply& list) {
     const std::string left = session.lease() == v1::LEASE_KIND_TTL ? " " + HumanDuration(session.ttl_ms()) : "";
     table.Add({session.name(), StateText(session) + reason, LeaseText(session) + left,
                std::to_string(session.buffers()), HumanBytes(session.bytes()), std::to_string(session.in_flight()),
+               std::to_string(session.gated()), std::to_string(session.streams()), std::to_string(session.timelines()),
                HumanDuration(session.age_ms()), HumanDuration(session.idle_ms()), session.principal(),
                std::to_string(session.owner_pid()), session.label()});
   }

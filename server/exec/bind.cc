@@ -98,6 +98,7 @@ class Binder {
         RETURN_IF_ERROR(FindBuffer(ref, access, view, available));
         break;
       case TensorRef::Storage::kInlineData:
+        bound_.has_inline_tensor = true;
         RETURN_IF_ERROR(CheckInlineBytes(ref, ref.inline_data->size()));
         RETURN_IF_ERROR(CheckSpace(ref, MemorySpace()));
         // Kernels only read inputs; GemmMatrix has one pointer type for both directions.
@@ -105,6 +106,7 @@ class Binder {
         available = ref.inline_data->size();
         break;
       case TensorRef::Storage::kInlineResult:
+        bound_.has_inline_tensor = true;
         RETURN_IF_ERROR(CheckInlineBytes(ref, *span));
         RETURN_IF_ERROR(CheckSpace(ref, MemorySpace()));
         scope_.inline_result->resize(*span);

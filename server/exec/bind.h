@@ -16,9 +16,10 @@ namespace tessera::server {
 
 struct BoundGemm {
   planner::GemmProblem problem;
-  kernels::GemmParams params;   // addresses in `space`
-  MemorySpace space;            // of every tensor; who launches on another device must refuse
-  std::vector<BufferPin> pins;  // keep every buffer mapped
+  kernels::GemmParams params;      // addresses in `space`
+  MemorySpace space;               // of every tensor; who launches on another device must refuse
+  std::vector<BufferPin> pins;     // keep every buffer mapped
+  bool has_inline_tensor = false;  // of the request's or the reply's memory
 
   bool Empty() const { return problem.m == 0 || problem.n == 0 || problem.batch == 0; }
   std::uint64_t Flops() const;             // 2 * batch * M * N * K; binding has made sure that it fits

@@ -186,6 +186,7 @@ class CpuStream final : public Stream, public std::enable_shared_from_this<CpuSt
     }
     const Clock::time_point start = Clock::now();
     result.launched = true;
+    if (job.launched) job.launched();
     const kernels::LaunchError error = job.launch(context);
     result.run_ns = NanosecondsSince(start);
     if (error != kernels::kLaunchOk) {
@@ -217,7 +218,7 @@ class CpuDevice final : public Device {
   const MemorySpace& space() const override { return space_; }
   std::string Describe() const override { return absl::StrCat(threads(), " threads"); }
 
-  std::shared_ptr<Stream> OpenStream() override {
+  std::shared_ptr<Stream> OpenStream(StreamPriority /*priority*/) override {
     return std::make_shared<CpuStream>(
         pool_, kernels::HostParallel{.run = &CpuDevice::RunParallel, .self = this, .width = threads()});
   }

@@ -105,6 +105,7 @@ class FlagPool {
 
 // A CUDA stream with its flag and its workspace, handed from one owner to the next.
 struct Channel {
+  StreamPriority priority = StreamPriority::kNormal;
   cudaStream_t stream = nullptr;
   FlagPool::Flag flag;
   std::uint64_t launched = 0;  // number of the last job; the flag holds that of the last one done
@@ -150,6 +151,9 @@ class Health {
 };
 
 class CudaStream;
+
+// Whether this thread is a completer.
+thread_local bool on_completer = false;
 
 // The thread that sees completions. A stream is watched from its first job under way to its last.
 class Completer {
@@ -208,7 +212,14 @@ class CudaStream final : public Stream, public std::enable_shared_from_this<Cuda
     JobResult result;
     Clock::time_point launched;
   };
-  using Refused = std::vector<std::pair<Job, JobResult>>;
+  // What came of looking at the queue, to be told without the lock.
+  struct Refused : std::vector<std::pair<Job, JobResult>> {
+    std::vector<std::function<void()>> launched;
+    void Tell() const {
+      for (const auto& callback : launched) callback();
+      for (const auto& [job, result] : *this) job.done(result);
+    }
+  };
 
   // With mutex_ held: launches what the GPU may have. Jobs that are over without a launch go to `refused`. On the
   // completer a launch may not wait: all streams would.
@@ -254,9 +265,9 @@ class CudaDeviceImpl final : public CudaDevice {
                         CudaVersionText(facts_.driver_version), facts_.mps ? ", MPS" : "");
   }
 
-  std::shared_ptr<Stream> OpenStream() override {
-    absl::StatusOr<Channel> channel = TakeChannel();
-    if (!channel.ok()) return std::make_shared<LateStream>(*this);
+  std::shared_ptr<Stream> OpenStream(StreamPriority priority) override {
+    absl::StatusOr<Channel> channel = TakeChannel(priority);
+    if (!channel.ok()) return std::make_shared<LateStream>(*this, priority);
     return std::make_shared<CudaStream>(*this, *channel);
   }
 
@@ -277,7 +288,7 @@ class CudaDeviceImpl final : public CudaDevice {
   // For an owner that came when there was nothing for a stream: takes one at the first job that finds it.
   class LateStream final : public Stream {
    public:
-    explicit LateStream(CudaDeviceImpl& device) : device_(device) {}
+    LateStream(CudaDeviceImpl& device, StreamPriority priority) : device_(device), priority_(priority) {}
 
     void Enqueue(Job job) override {
       const absl::StatusOr<std::shared_ptr<Stream>> stream = Get();
@@ -295,34 +306,56 @@ class CudaDeviceImpl final : public CudaDevice {
     absl::StatusOr<std::shared_ptr<Stream>> Get() {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (stream_ == nullptr) {
-        ASSIGN_OR_RETURN(const Channel channel, device_.TakeChannel());
+        ASSIGN_OR_RETURN(const Channel channel, device_.TakeChannel(priority_));
         stream_ = std::make_shared<CudaStream>(device_, channel);
       }
       return stream_;
     }
 
     CudaDeviceImpl& device_;
+    const StreamPriority priority_;
     std::mutex mutex_;
     std::shared_ptr<Stream> stream_;
   };
 
-  absl::StatusOr<Channel> TakeChannel() {
+  absl::StatusOr<Channel> TakeChannel(StreamPriority priority) {
     RETURN_IF_ERROR(health_.status());
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      if (!idle_.empty()) {
-        const Channel channel = idle_.back();
+      const auto fitting = std::find_if(idle_.begin(), idle_.end(),
+                                        [&](const Channel& channel) { return channel.priority == priority; });
+      if (fitting != idle_.end()) {
+        const Channel channel = *fitting;
+        *fitting = idle_.back();
         idle_.pop_back();
         return channel;
       }
     }
     RETURN_IF_ERROR(Unavailable(MakeCurrent(), "cudaSetDevice"));
-    Channel channel;
+    Channel channel{.priority = priority};
+    ASSIGN_OR_RETURN(const int level, LevelOf(priority));
     ASSIGN_OR_RETURN(channel.flag, flags_.Take());
-    const cudaError_t error = cudaStreamCreateWithFlags(&channel.stream, cudaStreamNonBlocking);
+    const cudaError_t error = cudaStreamCreateWithPriority(&channel.stream, cudaStreamNonBlocking, level);
     if (error != cudaSuccess) flags_.Return(channel.flag);
     RETURN_IF_ERROR(CudaStatus(error, "cudaStreamCreate", absl::StatusCode::kResourceExhausted));
     return channel;
+  }
+
+  // CUDA's own number: the greater the priority, the smaller.
+  static absl::StatusOr<int> LevelOf(StreamPriority priority) {
+    int least = 0;
+    int greatest = 0;
+    RETURN_IF_ERROR(
+        Unavailable(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange"));
+    switch (priority) {
+      case StreamPriority::kLow:
+        return least;
+      case StreamPriority::kHigh:
+        return greatest;
+      case StreamPriority::kNormal:
+        break;
+    }
+    return (least + greatest) / 2;
   }
 
   // All work of the channel is done.
@@ -356,10 +389,10 @@ void CudaStream::Enqueue(Job job) {
   Refused refused;
   std::unique_lock<std::mutex> lock(mutex_);
   waiting_.push_back({std::move(job), Clock::now()});
-  LaunchWaiting(/*may_wait=*/true, refused);
+  LaunchWaiting(/*may_wait=*/!on_completer, refused);  // a gate may open there
   WatchIfBusy(std::move(lock));
   if (device_.health().is_lost()) device_.completer().Wake();
-  for (const auto& [refused_job, result] : refused) refused_job.done(result);
+  refused.Tell();
 }
 
 void CudaStream::DropUnwanted() {
@@ -377,7 +410,7 @@ void CudaStream::DropUnwanted() {
     }
     waiting_ = std::move(wanted);
   }
-  for (const auto& [job, result] : refused) job.done(result);
+  refused.Tell();
 }
 
 // The completer lets go of an idle stream and takes it again: its owner may drop it at any time.
@@ -400,6 +433,7 @@ void CudaStream::LaunchWaiting(bool may_wait, Refused& refused) {
     if (result.status.ok()) result.status = Prepare(static_cast<std::size_t>(next.job.workspace_bytes));
     if (result.status.ok()) {
       Launch(next.job, may_wait, result);
+      if (result.status.ok() && next.job.launched) refused.launched.push_back(std::move(next.job.launched));
       // Whatever came of it: what was enqueued before an error still runs.
       under_way_.push_back({std::move(next.job), channel_.launched, result, now});
     } else {
@@ -470,7 +504,7 @@ bool CudaStream::Retire() {
   if (!done.empty()) LaunchWaiting(/*may_wait=*/false, refused);
   lock.unlock();
   for (const UnderWay& job : done) job.job.done(job.result);
-  for (const auto& [job, result] : refused) job.done(result);
+  refused.Tell();
   return !done.empty();
 }
 
@@ -532,6 +566,7 @@ void Completer::TakeNew() {
 
 // Serves until told to stop and nothing is under way.
 void Completer::Run() {
+  on_completer = true;
   if (const cudaError_t error = cudaSetDevice(ordinal_); error != cudaSuccess) {
     spdlog::error("cudaSetDevice on the completer: {}", cudaGetErrorString(error));
   }

@@ -11,6 +11,7 @@
 #include "kernels/launch/launch.h"
 #include "planner/plan.h"
 #include "server/session/device_memory.h"
+#include "server/session/session.h"
 
 namespace tessera::server {
 
@@ -30,6 +31,8 @@ struct Job {
   // Asked right before the launch, and by DropUnwanted; an error drops the job with that status.
   std::function<absl::Status()> admit;
   std::function<kernels::LaunchError(const kernels::LaunchContext&)> launch;
+  // May be empty. Called when nothing can keep the job from running any more; it may come after `done`.
+  std::function<void()> launched;
   // Called exactly once, whatever happens, after everything the job touches is idle.
   std::function<void(const JobResult&)> done;
 };
@@ -52,8 +55,8 @@ class Device {
   virtual std::span<const planner::DeviceFacts> facts() const = 0;
   // The memory that its kernels read and write.
   virtual const MemorySpace& space() const = 0;
-  virtual std::string Describe() const = 0;  // one line for operators
-  virtual std::shared_ptr<Stream> OpenStream() = 0;
+  virtual std::string Describe() const = 0;                                 // one line for operators
+  virtual std::shared_ptr<Stream> OpenStream(StreamPriority priority) = 0;  // the CPU has none
 };
 
 }  // namespace tessera::server

@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <deque>
 #include <iterator>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -32,6 +34,8 @@ OperationOutcome OutcomeOf(const absl::Status& status) {
       return OperationOutcome::kCancelled;
     case absl::StatusCode::kDeadlineExceeded:
       return OperationOutcome::kExpired;
+    case absl::StatusCode::kAborted:
+      return OperationOutcome::kAborted;
     default:
       return OperationOutcome::kFailed;
   }
@@ -42,13 +46,67 @@ void LogPlan(const planner::GemmProblem& problem, const OperationReport& report)
                 problem.n, problem.k, problem.batch, report.variant, planner::SourceName(report.source), report.split);
 }
 
+bool AllEmpty(const Submission& submission) {
+  return std::all_of(submission.ops.begin(), submission.ops.end(), [](const BoundGemm& gemm) { return gemm.Empty(); });
+}
+
 }  // namespace
 
-// A session's stream on each device, and its share of the queue.
-class Executor::Lane : public SessionLane {
+struct Executor::Pending {
+  Submission submission;
+  absl::InlinedVector<OperationReport, 1> reports;
+  absl::InlinedVector<planner::Plan, 1> plans;
+  Device* device = nullptr;
+  std::shared_ptr<Lane> lane;  // null without a session
+  Clock::time_point accepted;
+  std::uint64_t epoch = 0;                // of the lane, see Lane::epochs
+  std::vector<Timeline::Ticket> tickets;  // one a wait, of those that will wake the lane; guarded by Lane::mutex
+  std::size_t num_launched = 0;
+  std::uint64_t gate_ns = 0;
+  bool was_gated = false;
+  std::atomic<bool> answered{false};
+
+  Account* account() const { return submission.account.get(); }
+
+  // What the submission may still be dropped by. An error is final, and seen by whoever waits for its signals from here
+  // on: what stands behind it may signal later points before this one is told.
+  absl::Status Check() const {
+    absl::Status status = StillWanted();
+    if (!status.ok()) Record(status);
+    return status;
+  }
+
+  void Record(const absl::Status& error) const {
+    for (const SyncTarget& signal : submission.signal) signal.timeline->Record(signal.value, error);
+  }
+
+  void ForgetWaits() {
+    for (std::size_t i = 0; i < tickets.size(); ++i) submission.wait[i].timeline->Forget(tickets[i]);
+    tickets.clear();
+  }
+
+  bool timed() const { return submission.launch_by != Clock::time_point::max(); }
+
+  absl::Status StillWanted() const {
+    if (submission.session != nullptr && submission.session->ended()) {
+      return absl::CancelledError("the session ended before the launch");
+    }
+    if (timed() && Clock::now() >= submission.launch_by) {
+      return absl::DeadlineExceededError("options.timeout_ms passed before the launch; nothing ran");
+    }
+    return submission.still_wanted();
+  }
+
+  void Answer(const absl::Status& status) {
+    if (!answered.exchange(true)) submission.done(status, reports);
+  }
+};
+
+// An in-order stream of a session: one on each device, the gate before them, and what Synchronize asks for.
+class Executor::Lane : public SessionLane, public std::enable_shared_from_this<Executor::Lane> {
  public:
-  explicit Lane(const std::vector<std::unique_ptr<Device>>& devices) {
-    for (const auto& device : devices) streams.push_back({device.get(), device->OpenStream()});
+  Lane(Executor& executor, StreamPriority priority) : executor_(executor) {
+    for (const auto& device : executor.devices_) streams.push_back({device.get(), device->OpenStream(priority)});
   }
 
   std::shared_ptr<Stream> StreamOn(const Device* device) const {
@@ -59,21 +117,84 @@ class Executor::Lane : public SessionLane {
   }
 
   void DropUnwanted() override {
+    const std::shared_ptr<Lane> self = shared_from_this();
+    std::vector<std::pair<std::shared_ptr<Pending>, absl::Status>> dropped;
+    {
+      const std::lock_guard<std::mutex> lock(mutex);
+      std::deque<std::shared_ptr<Pending>> wanted;
+      for (std::shared_ptr<Pending>& pending : gate) {
+        absl::Status status = pending->Check();
+        if (status.ok()) {
+          wanted.push_back(std::move(pending));
+        } else {
+          pending->ForgetWaits();
+          dropped.emplace_back(std::move(pending), std::move(status));
+        }
+      }
+      gate = std::move(wanted);
+    }
+    for (const auto& [pending, status] : dropped) executor_.Refuse(*pending, status);
+    if (!dropped.empty()) executor_.OpenGates(self);  // what was behind them may go
     for (const auto& [device, stream] : streams) stream->DropUnwanted();
   }
+
   std::int64_t in_flight() const override { return count.load(std::memory_order_relaxed); }
+  std::int64_t gated() const override { return num_gated.load(std::memory_order_relaxed); }
 
   std::vector<std::pair<const Device*, std::shared_ptr<Stream>>> streams;
-  std::atomic<std::int64_t> count{0};  // in flight; written under Executor::mutex_
+  std::atomic<std::int64_t> count{0};      // operations in flight; written under Executor::mutex_
+  std::atomic<std::int64_t> num_gated{0};  // operations in the gate, or on their way out of it
+  std::atomic<std::int64_t> num_timed{0};  // submissions in flight that may time out
+
+  std::mutex mutex;  // guards the next four
+  std::deque<std::shared_ptr<Pending>> gate;
+  bool pumping = false;  // one thread opens the gate at a time, so that what leaves it keeps its order
+  bool again = false;    // look again before that thread leaves
+  bool watched = false;  // in Executor::watched_lanes_
+
+  // Submissions counted since a Synchronize asked, oldest first; there is always one. Guarded by Executor::mutex_.
+  struct Epoch {
+    std::int64_t open = 0;
+    std::vector<std::shared_ptr<Wait>> over;  // told once this one and all before it are
+  };
+  std::deque<Epoch> epochs = std::deque<Epoch>(1);
+  std::uint64_t first_epoch = 0;
+  absl::Status first_error;  // since the last Synchronize
+
+ private:
+  Executor& executor_;
 };
 
-struct Executor::Pending {
-  Operation operation;
-  OperationReport report;
-  planner::Plan plan;
-  Device* device = nullptr;
-  Lane* lane = nullptr;  // kept alive by operation.session
-  Account* account() const { return operation.account.get(); }
+// One who asked Synchronize.
+class Executor::Wait {
+ public:
+  Wait(Executor& executor, const std::vector<std::shared_ptr<SessionLane>>& lanes,
+       std::function<void(const absl::Status&)> done)
+      : executor_(executor), done_(std::move(done)), open_(lanes.size() + 1) {
+    for (const auto& lane : lanes) lanes_.push_back(std::static_pointer_cast<Lane>(lane));
+  }
+
+  const std::vector<std::shared_ptr<Lane>>& lanes() const { return lanes_; }
+
+  // For each lane, and once more when all of them have been asked.
+  void LaneIsOver() {
+    if (open_.fetch_sub(1) != 1) return;
+    absl::Status first;
+    {
+      const std::lock_guard<std::mutex> lock(executor_.mutex_);
+      for (const auto& lane : lanes_) {
+        if (first.ok()) first = lane->first_error;
+        lane->first_error = absl::OkStatus();
+      }
+    }
+    done_(first);
+  }
+
+ private:
+  Executor& executor_;
+  const std::function<void(const absl::Status&)> done_;
+  std::atomic<std::size_t> open_;
+  std::vector<std::shared_ptr<Lane>> lanes_;
 };
 
 Executor::Executor(std::vector<std::unique_ptr<Device>> devices, std::optional<kernels::Backend> default_backend,
@@ -93,8 +214,8 @@ Executor::~Executor() {
   while (!devices_.empty()) devices_.pop_back();
 }
 
-std::shared_ptr<SessionLane> Executor::MakeLane() {
-  return std::make_shared<Lane>(devices_);
+std::shared_ptr<SessionLane> Executor::MakeLane(StreamPriority priority) {
+  return std::make_shared<Lane>(*this, priority);
 }
 
 const Executor::Server* Executor::Find(kernels::Backend backend) const {
@@ -104,142 +225,383 @@ const Executor::Server* Executor::Find(kernels::Backend backend) const {
   return nullptr;
 }
 
-absl::StatusOr<Executor::Choice> Executor::TryServer(const Server& server, const planner::GemmProblem& problem,
-                                                     const BoundGemm& gemm) const {
-  if (gemm.Empty()) return Choice{.server = server, .plan = {}};
+absl::StatusOr<planner::Plan> Executor::PlanOn(const Server& server, const BoundGemm& gemm) const {
+  if (gemm.Empty()) return planner::Plan{};
   if (!(server.device->space() == gemm.space)) {
     return absl::UnimplementedError(absl::StrCat("backend ", Av(kernels::BackendName(server.facts->backend)),
                                                  " computes on memory of ", server.device->space().Name(),
                                                  "; these tensors are in memory of ", gemm.space.Name()));
   }
-  ASSIGN_OR_RETURN(const planner::Plan plan, gemm_planner_.Decide(problem, *server.facts));
-  return Choice{.server = server, .plan = plan};
+  planner::GemmProblem problem = gemm.problem;
+  problem.addressable = kernels::AddressableBy(problem.gemm_class, gemm.params);
+  return gemm_planner_.Decide(problem, *server.facts);
+}
+
+absl::StatusOr<Executor::Choice> Executor::TryServer(const Server& server, const Submission& submission) const {
+  Choice choice{.server = server, .plans = {}};
+  for (const BoundGemm& gemm : submission.ops) {
+    absl::StatusOr<planner::Plan> plan = PlanOn(server, gemm);
+    if (!plan.ok()) {
+      if (submission.ops.size() == 1) return plan.status();
+      return InField(absl::StrCat("ops[", choice.plans.size(), "]"), plan.status());
+    }
+    choice.plans.push_back(*plan);
+  }
+  return choice;
 }
 
 // A backend that the request names is strict; else the first that can, in order of preference.
-absl::StatusOr<Executor::Choice> Executor::Choose(const Operation& operation) const {
-  planner::GemmProblem problem = operation.gemm.problem;
-  problem.addressable = kernels::AddressableBy(problem.gemm_class, operation.gemm.params);
-  if (operation.backend.has_value()) {
-    if (const Server* server = Find(*operation.backend); server != nullptr) {
-      return TryServer(*server, problem, operation.gemm);
-    }
-    const auto why = options_.unavailable.find(*operation.backend);
+absl::StatusOr<Executor::Choice> Executor::Choose(const Submission& submission) const {
+  if (submission.backend.has_value()) {
+    if (const Server* server = Find(*submission.backend); server != nullptr) return TryServer(*server, submission);
+    const auto why = options_.unavailable.find(*submission.backend);
     return absl::UnimplementedError(absl::StrCat(
-        "options.backend: ", Av(kernels::BackendName(*operation.backend)), " is not available in this daemon",
+        "options.backend: ", Av(kernels::BackendName(*submission.backend)), " is not available in this daemon",
         why == options_.unavailable.end() ? "" : absl::StrCat(" (", why->second, ")"),
         "; `tessera status` lists what is"));
   }
   absl::Status refused;
   for (const Server& server : servers_) {
-    absl::StatusOr<Choice> choice = TryServer(server, problem, operation.gemm);
+    absl::StatusOr<Choice> choice = TryServer(server, submission);
     if (choice.ok()) return choice;
     // The word of the one that has the memory says most.
-    if (refused.ok() || server.device->space() == operation.gemm.space) refused = choice.status();
+    if (refused.ok() || server.device->space() == submission.ops.front().space) refused = choice.status();
   }
   return refused;
 }
 
-absl::Status Executor::Admit(Lane* lane, Account* account) {
+absl::Status Executor::Admit(Pending& pending) {
   const auto full = [this](Limit limit, std::int64_t waiting, const char* whose) {
     metrics_.Refused(limit);
     return absl::ResourceExhaustedError(
         absl::StrCat(Av(LabelText(limit)), ": ", waiting, " operations", whose, " wait or run; try again"));
   };
+  const auto ops = static_cast<std::int64_t>(pending.submission.ops.size());
+  Account* const account = pending.account();
+  Session* const session = pending.submission.session.get();
   const std::lock_guard<std::mutex> lock(mutex_);
   if (!accepting_) return absl::UnavailableError("the daemon is draining and takes no new work");
-  if (in_flight_ >= options_.queue_max) return full(Limit::kQueue, in_flight_, "");
-  if (account != nullptr && account->in_flight >= options_.queue_per_principal_max) {
+  if (in_flight_ > options_.queue_max - ops) return full(Limit::kQueue, in_flight_, "");
+  if (account != nullptr && account->in_flight > options_.queue_per_principal_max - ops) {
     return full(Limit::kQueuePerPrincipal, account->in_flight, " of this user");
   }
-  if (lane != nullptr && lane->in_flight() >= options_.queue_per_session_max) {
-    return full(Limit::kQueuePerSession, lane->in_flight(), " of this session");
+  if (session != nullptr && session->in_flight > options_.queue_per_session_max - ops) {
+    return full(Limit::kQueuePerSession, session->in_flight, " of this session");
   }
-  ++in_flight_;
-  if (account != nullptr) ++account->in_flight;
-  if (lane != nullptr) lane->count.fetch_add(1, std::memory_order_relaxed);
+  in_flight_ += ops;
+  if (account != nullptr) account->in_flight += ops;
+  if (session != nullptr) session->in_flight += ops;
+  if (Lane* const lane = pending.lane.get(); lane != nullptr) {
+    lane->count.fetch_add(ops, std::memory_order_relaxed);
+    ++lane->epochs.back().open;
+    pending.epoch = lane->first_epoch + lane->epochs.size() - 1;
+  }
   return absl::OkStatus();
 }
 
-void Executor::Leave(Lane* lane, Account* account) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (lane != nullptr) lane->count.fetch_sub(1, std::memory_order_relaxed);
-  if (account != nullptr) --account->in_flight;
-  if (--in_flight_ == 0) idle_.notify_all();
+void Executor::Leave(Pending& pending, const absl::Status& status) {
+  const auto ops = static_cast<std::int64_t>(pending.submission.ops.size());
+  std::vector<std::shared_ptr<Wait>> over;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (Lane* const lane = pending.lane.get(); lane != nullptr) {
+      lane->count.fetch_sub(ops, std::memory_order_relaxed);
+      if (lane->first_error.ok()) lane->first_error = status;
+      --lane->epochs[pending.epoch - lane->first_epoch].open;
+      while (lane->epochs.size() > 1 && lane->epochs.front().open == 0) {
+        for (auto& wait : lane->epochs.front().over) over.push_back(std::move(wait));
+        lane->epochs.pop_front();
+        ++lane->first_epoch;
+      }
+    }
+    if (pending.account() != nullptr) pending.account()->in_flight -= ops;
+    if (pending.submission.session != nullptr) pending.submission.session->in_flight -= ops;
+    in_flight_ -= ops;
+    if (in_flight_ == 0) idle_.notify_all();
+  }
+  for (const auto& wait : over) wait->LaneIsOver();
 }
 
-void Executor::Submit(Operation operation) {
+std::shared_ptr<Executor::Wait> Executor::Synchronize(const std::vector<std::shared_ptr<SessionLane>>& lanes,
+                                                      std::function<void(const absl::Status&)> done) {
+  auto wait = std::make_shared<Wait>(*this, lanes, std::move(done));
+  std::size_t over = 1;
+  for (const auto& lane : wait->lanes()) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::deque<Lane::Epoch>& epochs = lane->epochs;
+    if (epochs.back().open > 0) {
+      epochs.back().over.push_back(wait);
+      epochs.emplace_back();
+    } else if (epochs.size() > 1) {
+      epochs[epochs.size() - 2].over.push_back(wait);  // nothing came since the last one asked: this waits for the same
+    } else {
+      ++over;
+    }
+  }
+  for (; over > 0; --over) wait->LaneIsOver();
+  return wait;
+}
+
+void Executor::Forget(const std::shared_ptr<Wait>& wait) {
+  if (wait == nullptr) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& lane : wait->lanes()) {
+    for (Lane::Epoch& epoch : lane->epochs) std::erase(epoch.over, wait);
+  }
+}
+
+void Executor::Submit(Submission submission) {
   auto pending = std::make_shared<Pending>();
-  pending->operation = std::move(operation);
-  Operation& op = pending->operation;
-  pending->lane = op.session == nullptr ? nullptr : static_cast<Lane*>(op.session->lane());
-  if (op.account == nullptr && op.session != nullptr) op.account = op.session->account();
+  pending->submission = std::move(submission);
+  Submission& of = pending->submission;
+  if (of.session != nullptr) {
+    pending->lane = std::static_pointer_cast<Lane>(of.lane != nullptr ? of.lane : of.session->lane());
+    if (of.account == nullptr) of.account = of.session->account();
+  }
+  pending->reports.resize(of.ops.size());
 
   const Clock::time_point plan_start = Clock::now();
-  const absl::StatusOr<Choice> choice = Choose(op);
-  pending->report.plan_ns = NanosecondsSince(plan_start);
+  absl::StatusOr<Choice> choice = Choose(of);
+  const std::uint64_t plan_ns = NanosecondsSince(plan_start);
   if (!choice.ok()) {
     metrics_.PlannerRefused(OpFamily::kGemm);
-    return op.done(choice.status(), pending->report);
+    return pending->Answer(choice.status());
   }
+  if (absl::Status status = Admit(*pending); !status.ok()) return pending->Answer(status);
+  pending->accepted = Clock::now();
   pending->device = choice->server.device;
-  pending->plan = choice->plan;
-  pending->report.backend = choice->server.facts->backend;
-  pending->report.flops = op.gemm.Flops();
+  pending->plans = std::move(choice->plans);
+  for (std::size_t i = 0; i < of.ops.size(); ++i) {
+    OperationReport& report = pending->reports[i];
+    const planner::Plan& plan = pending->plans[i];
+    report.plan_ns = plan_ns / of.ops.size();
+    report.backend = choice->server.facts->backend;
+    report.flops = of.ops[i].Flops();
+    metrics_.OperationAccepted();
+    if (of.ops[i].Empty()) continue;
+    metrics_.PlannerDecided(OpFamily::kGemm, plan.source);
+    report.variant = kernels::GemmVariants()[plan.variant].info.id;
+    report.source = plan.source;
+    report.split = plan.split;
+    if (spdlog::should_log(spdlog::level::trace)) LogPlan(of.ops[i].problem, report);
+  }
+  if (pending->lane != nullptr && pending->timed()) {
+    pending->lane->num_timed.fetch_add(1, std::memory_order_relaxed);
+    Watch(pending->lane);
+  }
+  // Nothing to wait for, nothing to run, nobody to tell: it need not wait for its turn.
+  if (of.wait.empty() && of.signal.empty() && AllEmpty(of)) return Finish(*pending, JobResult{});
+  const bool gated = !of.wait.empty() || (pending->lane != nullptr && pending->lane->gated() > 0);
+  gated ? Gate(pending) : Enqueue(pending);
+}
 
-  if (absl::Status status = Admit(pending->lane, pending->account()); !status.ok())
-    return op.done(status, pending->report);
-  metrics_.OperationAccepted();
-  if (op.gemm.Empty()) return Finish(*pending, JobResult{});
+// Tick looks at the lane until nothing is left that it could drop.
+void Executor::Watch(const std::shared_ptr<Lane>& lane) {
+  {
+    const std::lock_guard<std::mutex> lock(lane->mutex);
+    if (std::exchange(lane->watched, true)) return;
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  watched_lanes_.push_back(lane);
+}
 
-  const planner::Plan& plan = pending->plan;
-  metrics_.PlannerDecided(OpFamily::kGemm, plan.source);
-  pending->report.variant = kernels::GemmVariants()[plan.variant].info.id;
-  pending->report.source = plan.source;
-  pending->report.split = plan.split;
-  Enqueue(pending);
+void Executor::Gate(const std::shared_ptr<Pending>& pending) {
+  const std::shared_ptr<Lane> lane = pending->lane;
+  const auto ops = static_cast<std::int64_t>(pending->submission.ops.size());
+  pending->was_gated = true;
+  metrics_.OperationsGated(ops);
+  {
+    const std::lock_guard<std::mutex> lock(lane->mutex);
+    lane->num_gated.fetch_add(ops, std::memory_order_relaxed);
+    lane->gate.push_back(pending);
+  }
+  Watch(lane);
+  OpenGates(lane);
+}
+
+// What leaves a gate may complete at once and open another, and that one the next: one after the other, when the
+// outermost turn of the thread ends, not one inside the other.
+class Executor::GateTurn {
+ public:
+  explicit GateTurn(Executor& executor) : executor_(executor), outermost_(under_way_ == nullptr) {
+    if (outermost_) under_way_ = &lanes_;
+  }
+  GateTurn(const GateTurn&) = delete;
+  GateTurn& operator=(const GateTurn&) = delete;
+  ~GateTurn() {
+    if (!outermost_) return;
+    while (!lanes_.empty()) {
+      const std::shared_ptr<Lane> next = std::move(lanes_.front());
+      lanes_.pop_front();
+      executor_.Pump(*next);
+    }
+    under_way_ = nullptr;
+  }
+
+  void Add(const std::shared_ptr<Lane>& lane) { under_way_->push_back(lane); }
+
+ private:
+  inline static thread_local std::deque<std::shared_ptr<Lane>>* under_way_ = nullptr;
+
+  Executor& executor_;
+  const bool outermost_;
+  std::deque<std::shared_ptr<Lane>> lanes_;
+};
+
+void Executor::OpenGates(const std::shared_ptr<Lane>& lane) {
+  GateTurn turn(*this);
+  turn.Add(lane);
+}
+
+// With lane.mutex held. nullopt: not all is reached, and the lane will be woken. Else OK, or what has failed.
+std::optional<absl::Status> Executor::Arm(Lane& lane, Pending& pending) {
+  const std::vector<SyncTarget>& waits = pending.submission.wait;
+  pending.tickets.resize(waits.size());
+  bool all = true;
+  for (std::size_t i = 0; i < waits.size(); ++i) {
+    const SyncTarget& target = waits[i];
+    std::optional<absl::Status> reached = target.timeline->Reached(target.value);
+    if (!reached.has_value() && !pending.tickets[i]) {
+      const auto wake = [this, weak = lane.weak_from_this()] {
+        if (const std::shared_ptr<Lane> woken = weak.lock(); woken != nullptr) OpenGates(woken);
+      };
+      pending.tickets[i] = target.timeline->WakeWhenReached(target.value, wake);
+      if (!pending.tickets[i]) reached = target.timeline->Reached(target.value);
+    }
+    if (reached.has_value() && !reached->ok()) return reached;
+    all = all && reached.has_value();
+  }
+  if (!all) return std::nullopt;
+  return absl::OkStatus();
+}
+
+void Executor::Pump(Lane& lane) {
+  std::unique_lock<std::mutex> lock(lane.mutex);
+  lane.again = true;
+  if (lane.pumping) return;
+  lane.pumping = true;
+  while (std::exchange(lane.again, false)) {
+    while (!lane.gate.empty()) {
+      const std::shared_ptr<Pending> first = lane.gate.front();
+      const std::optional<absl::Status> reached = Arm(lane, *first);
+      if (!reached.has_value()) break;
+      absl::Status failed;
+      if (!reached->ok()) {
+        failed = absl::AbortedError(absl::StrCat("what it waited for has failed: ", reached->message()));
+        first->Record(failed);
+      }
+      first->ForgetWaits();
+      lane.gate.pop_front();
+      lock.unlock();
+      if (failed.ok()) {
+        first->gate_ns = NanosecondsSince(first->accepted);
+        Enqueue(first);
+      } else {
+        Refuse(*first, failed);
+      }
+      lock.lock();
+      // Only now may what is submitted next pass by the gate.
+      if (failed.ok()) Ungate(lane, first->submission.ops.size());
+    }
+  }
+  lane.pumping = false;
+}
+
+void Executor::Ungate(Lane& lane, std::size_t ops) {
+  lane.num_gated.fetch_sub(static_cast<std::int64_t>(ops), std::memory_order_relaxed);
+  metrics_.OperationsUngated(static_cast<std::int64_t>(ops));
 }
 
 void Executor::Enqueue(const std::shared_ptr<Pending>& pending) {
-  if (spdlog::should_log(spdlog::level::trace)) LogPlan(pending->operation.gemm.problem, pending->report);
   // Calls without a session are not ordered among themselves: each has a stream of its own.
-  const std::shared_ptr<Stream> stream =
-      pending->lane != nullptr ? pending->lane->StreamOn(pending->device) : pending->device->OpenStream();
+  const std::shared_ptr<Stream> stream = pending->lane != nullptr
+                                             ? pending->lane->StreamOn(pending->device)
+                                             : pending->device->OpenStream(StreamPriority::kNormal);
   Job job;
-  job.workspace_bytes = pending->plan.workspace_bytes;
-  job.scalar_operations = pending->operation.gemm.ScalarOperations();
-  job.admit = [pending]() -> absl::Status {
-    const Operation& op = pending->operation;
-    if (op.session != nullptr && op.session->ended()) {
-      return absl::CancelledError("the session ended before the launch");
-    }
-    return op.still_wanted();
-  };
-  job.launch = [this, pending](const kernels::LaunchContext& context) {
-    metrics_.OperationLaunched();
-    metrics_.KernelLaunched(VariantLabel{pending->plan.variant});
-    return kernels::LaunchGemm(pending->plan.variant, pending->operation.gemm.params,
-                               {.split = pending->plan.split, .raster = pending->plan.raster}, context);
-  };
+  for (std::size_t i = 0; i < pending->plans.size(); ++i) {
+    job.workspace_bytes = std::max(job.workspace_bytes, pending->plans[i].workspace_bytes);
+    if (!pending->submission.ops[i].Empty()) job.scalar_operations += pending->submission.ops[i].ScalarOperations();
+  }
+  job.admit = [pending] { return pending->Check(); };
+  job.launch = [this, pending](const kernels::LaunchContext& context) { return Launch(*pending, context); };
+  if (pending->submission.answer_when_launched) {
+    job.launched = [pending] { pending->Answer(absl::OkStatus()); };
+  }
   job.done = [this, pending](const JobResult& result) { Finish(*pending, result); };
   stream->Enqueue(std::move(job));
 }
 
+kernels::LaunchError Executor::Launch(Pending& pending, const kernels::LaunchContext& context) {
+  for (std::size_t i = 0; i < pending.plans.size(); ++i) {
+    const BoundGemm& gemm = pending.submission.ops[i];
+    const planner::Plan& plan = pending.plans[i];
+    pending.num_launched = i + 1;
+    metrics_.OperationLaunched();
+    if (gemm.Empty()) continue;
+    metrics_.KernelLaunched(VariantLabel{plan.variant});
+    const kernels::LaunchError error =
+        kernels::LaunchGemm(plan.variant, gemm.params, {.split = plan.split, .raster = plan.raster}, context);
+    if (error != kernels::kLaunchOk) return error;
+  }
+  return kernels::kLaunchOk;
+}
+
+// Of a submission in a gate, which never came to its device.
+void Executor::Refuse(Pending& pending, const absl::Status& status) {
+  const std::shared_ptr<Lane> lane = pending.lane;
+  const std::size_t ops = pending.submission.ops.size();
+  pending.gate_ns = NanosecondsSince(pending.accepted);
+  Finish(pending, JobResult{.status = status});
+  Ungate(*lane, ops);
+}
+
 void Executor::Finish(Pending& pending, const JobResult& result) {
-  OperationReport& report = pending.report;
-  report.queue_ns = result.queue_ns;
-  report.run_ns = result.run_ns;
-  metrics_.OperationFinished({.op = OpFamily::kGemm,
-                              .backend = report.backend,
-                              .outcome = OutcomeOf(result.status),
-                              .launched = result.launched,
-                              .queue_seconds = static_cast<double>(result.queue_ns) * 1e-9,
-                              .run_seconds = static_cast<double>(result.run_ns) * 1e-9,
-                              .flops = report.flops});
-  // Before the answer: whoever has it may look at references at once, or send the next call into a full queue.
-  pending.operation.gemm.pins.clear();
-  Leave(pending.lane, pending.account());
-  pending.operation.done(result.status, report);
+  const std::size_t ops = pending.submission.ops.size();
+  for (std::size_t i = 0; i < ops; ++i) {
+    OperationReport report = pending.reports[i];
+    report.gate_ns = pending.gate_ns;
+    report.queue_ns = pending.gate_ns + result.queue_ns;
+    report.run_ns = result.run_ns / ops;
+    metrics_.OperationFinished({.op = OpFamily::kGemm,
+                                .backend = report.backend,
+                                .outcome = OutcomeOf(result.status),
+                                .launched = i < pending.num_launched,
+                                .queue_seconds = static_cast<double>(report.queue_ns) * 1e-9,
+                                .run_seconds = static_cast<double>(report.run_ns) * 1e-9,
+                                .flops = report.flops});
+    // Where the launch is the answer, that may be reading them.
+    if (!pending.submission.answer_when_launched) pending.reports[i] = report;
+    if (pending.was_gated) metrics_.GateTime(OpFamily::kGemm, static_cast<double>(report.gate_ns) * 1e-9);
+  }
+  // Before the answer: whoever has it may look at references at once, send the next call into a full queue, or count on
+  // the signals.
+  for (BoundGemm& gemm : pending.submission.ops) gemm.pins.clear();
+  // Whom they let go is answered after this one, though: causes come before their consequences.
+  const GateTurn turn(*this);
+  for (const SyncTarget& signal : pending.submission.signal) signal.timeline->Signal(signal.value, result.status);
+  if (pending.lane != nullptr && pending.timed()) pending.lane->num_timed.fetch_sub(1, std::memory_order_relaxed);
+  Leave(pending, result.status);
+  pending.Answer(result.status);
+}
+
+void Executor::Tick() {
+  std::vector<std::weak_ptr<Lane>> lanes;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    lanes.swap(watched_lanes_);
+  }
+  for (const std::weak_ptr<Lane>& weak : lanes) {
+    const std::shared_ptr<Lane> lane = weak.lock();
+    if (lane == nullptr) continue;
+    lane->DropUnwanted();
+    bool more = false;
+    {
+      const std::lock_guard<std::mutex> lock(lane->mutex);
+      lane->watched = false;
+      more = !lane->gate.empty() || lane->num_timed.load(std::memory_order_relaxed) > 0;
+    }
+    if (more) Watch(lane);
+  }
 }
 
 void Executor::StopAccepting() {

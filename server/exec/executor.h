@@ -1,10 +1,14 @@
-// Bound call -> plan -> launch -> completion. Owns the devices and the planner, counts what is in flight, bounds the
-// queues, and drains.
+// Bound calls -> plans -> gate -> launch -> completion. Owns the devices and the planner, counts what is in flight,
+// bounds the queues, and drains.
+//
+// The gate holds a submission back, and with it what follows in its stream, until all that it waits for is reached;
+// only then does its device see it.
 //
 // Thread-safe. Free of gRPC and protobuf: concurrency is tested here, without them. Sessions must end before their
 // executor: the lane that they keep for it has streams on its devices.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
@@ -13,10 +17,12 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "absl/container/inlined_vector.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "planner/gemm_planner.h"
@@ -34,20 +40,32 @@ struct OperationReport {
   int split = 1;
   std::uint64_t flops = 0;
   std::uint64_t queue_ns = 0;
+  std::uint64_t gate_ns = 0;  // of queue_ns
   std::uint64_t plan_ns = 0;
-  std::uint64_t run_ns = 0;
+  std::uint64_t run_ns = 0;  // an equal share of the submission's
 };
 
-struct Operation {
-  BoundGemm gemm;
+struct SyncTarget {
+  std::shared_ptr<Timeline> timeline;
+  std::uint64_t value = 0;
+};
+
+// Operations that run one after the other, with one completion.
+struct Submission {
+  absl::InlinedVector<BoundGemm, 1> ops;    // at least one
   std::shared_ptr<Session> session;         // null for calls without one
-  std::shared_ptr<Account> account;         // whose place in the queue it takes; null: the session's, or nobody's
+  std::shared_ptr<SessionLane> lane;        // a stream of the session; null: its own
+  std::shared_ptr<Account> account;         // whose places in the queue it takes; null: the session's, or nobody's
   std::optional<kernels::Backend> backend;  // strict; nullopt = the default
-  // Asked right before the launch: CANCELLED or DEADLINE_EXCEEDED drops the operation.
+  std::vector<SyncTarget> wait;             // of calls with a session, as the next
+  std::vector<SyncTarget> signal;           // delivered once it is accepted, whatever becomes of it
+  std::chrono::steady_clock::time_point launch_by = std::chrono::steady_clock::time_point::max();
+  bool answer_when_launched = false;  // else when completed
+  // Asked until the launch: CANCELLED or DEADLINE_EXCEEDED drops the submission.
   std::function<absl::Status()> still_wanted;
-  // Called exactly once: on the submitting thread, before Submit returns, for a refusal or a small operation, else on a
-  // device thread.
-  std::function<void(const absl::Status&, const OperationReport&)> done;
+  // Called exactly once, with a report for each operation: on the submitting thread, before Submit returns, for a
+  // refusal or a small operation, else on a device's thread or on that of whoever opened the gate.
+  std::function<void(const absl::Status&, std::span<const OperationReport>)> done;
 };
 
 struct ExecutorOptions {
@@ -74,8 +92,18 @@ class Executor {
            const ExecutorOptions& options, Metrics& metrics);
   ~Executor();  // waits for operations in flight
 
-  std::shared_ptr<SessionLane> MakeLane();
-  void Submit(Operation operation);
+  std::shared_ptr<SessionLane> MakeLane(StreamPriority priority = StreamPriority::kNormal);
+  void Submit(Submission submission);
+
+  // Calls `done` once all that was submitted to these streams before is over, with the first error since the last time
+  // that this was asked of them; on the calling thread if all of it is. Who stops waiting must Forget.
+  class Wait;
+  std::shared_ptr<Wait> Synchronize(const std::vector<std::shared_ptr<SessionLane>>& lanes,
+                                    std::function<void(const absl::Status& first_error)> done);
+  void Forget(const std::shared_ptr<Wait>& wait);  // null: nothing
+
+  // Drops what is not wanted any more: of ended sessions, and what has timed out. To be called now and then.
+  void Tick();
 
   // From now on Submit answers UNAVAILABLE.
   void StopAccepting();
@@ -89,6 +117,7 @@ class Executor {
  private:
   struct Pending;
   class Lane;
+  class GateTurn;
 
   // A device under one of the backends that it serves.
   struct Server {
@@ -97,15 +126,23 @@ class Executor {
   };
   struct Choice {
     Server server;
-    planner::Plan plan;
+    absl::InlinedVector<planner::Plan, 1> plans;  // one an operation
   };
   const Server* Find(kernels::Backend backend) const;
-  absl::StatusOr<Choice> Choose(const Operation& operation) const;
-  absl::StatusOr<Choice> TryServer(const Server& server, const planner::GemmProblem& problem,
-                                   const BoundGemm& gemm) const;
-  absl::Status Admit(Lane* lane, Account* account);
-  void Leave(Lane* lane, Account* account);
+  absl::StatusOr<Choice> Choose(const Submission& submission) const;
+  absl::StatusOr<Choice> TryServer(const Server& server, const Submission& submission) const;
+  absl::StatusOr<planner::Plan> PlanOn(const Server& server, const BoundGemm& gemm) const;
+  absl::Status Admit(Pending& pending);
+  void Leave(Pending& pending, const absl::Status& status);
+  void Watch(const std::shared_ptr<Lane>& lane);
+  void Gate(const std::shared_ptr<Pending>& pending);
+  std::optional<absl::Status> Arm(Lane& lane, Pending& pending);
+  void Ungate(Lane& lane, std::size_t ops);
+  void OpenGates(const std::shared_ptr<Lane>& lane);
+  void Pump(Lane& lane);
   void Enqueue(const std::shared_ptr<Pending>& pending);
+  kernels::LaunchError Launch(Pending& pending, const kernels::LaunchContext& context);
+  void Refuse(Pending& pending, const absl::Status& status);
   void Finish(Pending& pending, const JobResult& result);
 
   const ExecutorOptions options_;
@@ -119,6 +156,7 @@ class Executor {
   std::condition_variable idle_;
   std::int64_t in_flight_ = 0;
   bool accepting_ = true;
+  std::vector<std::weak_ptr<Lane>> watched_lanes_;  // that Tick looks at
 };
 
 }  // namespace tessera::server

@@ -8,35 +8,14 @@
 #include <string>
 #include <utility>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "common/status_macros.h"
 #include "common/text.h"
-#include "server/rpc/gemm_operation.h"
+#include "server/rpc/submission_binding.h"
 #include "tessera/v1/compute.grpc.pb.h"
 
 namespace tessera::server {
 namespace {
-
-// Decoding and binding name fields as a GemmRequest has them; here they lie deeper.
-absl::Status InSubmission(const absl::Status& status) {
-  const std::string message = MessageOf(status);
-  if (absl::StartsWith(message, "op.")) {
-    return absl::Status(status.code(), absl::StrCat("submission.ops[0].gemm.", message.substr(3)));
-  }
-  if (absl::StartsWith(message, "options.")) return absl::Status(status.code(), absl::StrCat("submission.", message));
-  return status;
-}
-
-absl::StatusOr<const v1::GemmOp*> TheOp(const v1::Submission& submission) {
-  if (submission.ops_size() == 0) return absl::InvalidArgumentError("submission.ops: none given");
-  if (submission.ops_size() > 1) {
-    return absl::UnimplementedError(
-        absl::StrCat("submission.ops: ", submission.ops_size(), " given; one a submission is served"));
-  }
-  if (!submission.ops(0).has_gemm()) return absl::InvalidArgumentError("submission.ops[0]: no kind of op is set");
-  return &submission.ops(0).gemm();
-}
 
 // gRPC calls one kind of reaction at a time, and each from a thread of its own choosing; operations finish on yet
 // others. All state but the constants is guarded by mutex_; nothing of ours or gRPC's runs under it that could come
@@ -72,7 +51,10 @@ class ComputeStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
     Continue();
   }
 
-  void OnCancel() override { cancelled_.store(true, std::memory_order_release); }
+  void OnCancel() override {
+    cancelled_.store(true, std::memory_order_release);
+    DropUnwanted(scope_, session_.lock());
+  }
 
   void OnDone() override {
     {
@@ -110,27 +92,25 @@ class ComputeStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
       ++in_flight_;
     }
     item->reply.set_tag(item->request.tag());
-    if (const absl::Status status = Submit(item); !status.ok()) Answer(*item, InSubmission(status));
+    if (const absl::Status status = Submit(item); !status.ok()) Answer(*item, status);
     return true;
   }
 
   // Decode, bind, hand over. An error means that nothing was handed over.
   absl::Status Submit(const std::shared_ptr<Item>& item) {
-    const v1::Submission& submission = item->request.submission();
-    Operation operation{.session = session_.lock(), .account = account_};
-    if (has_session_ && (operation.session == nullptr || operation.session->ended())) {
+    Submission submission{.session = session_.lock(), .account = account_};
+    if (has_session_ && (submission.session == nullptr || submission.session->ended())) {
       return absl::NotFoundError(absl::StrCat("metadata ", kSessionMetadata, ": the session has ended"));
     }
-    if (has_session_) operation.session->Touch();
-    ASSIGN_OR_RETURN(const v1::GemmOp* op, TheOp(submission));
-    ASSIGN_OR_RETURN(const bool profile, BindOperation(scope_, *op, submission.options(),
-                                                       item->reply.add_results()->mutable_inline_result(), operation));
-    operation.still_wanted = [this] { return StillWanted(context_, cancelled_); };
-    operation.done = [this, item, profile](const absl::Status& status, const OperationReport& report) {
-      if (status.ok()) FillReport(report, profile, *item->reply.mutable_results(0)->mutable_report());
+    if (has_session_) submission.session->Touch();
+    ASSIGN_OR_RETURN(const bool profile,
+                     BindSubmission(scope_, item->request.submission(), *item->reply.mutable_results(), submission));
+    submission.still_wanted = [this] { return StillWanted(context_, cancelled_); };
+    submission.done = [this, item, profile](const absl::Status& status, std::span<const OperationReport> reports) {
+      if (status.ok()) FillReports(reports, profile, *item->reply.mutable_results());
       Answer(*item, InSubmission(status));
     };
-    executor_.Submit(std::move(operation));
+    executor_.Submit(std::move(submission));
     return absl::OkStatus();
   }
 

@@ -26,10 +26,6 @@ absl::Status Invalid(std::string_view field, std::string_view part, std::string_
   return absl::InvalidArgumentError(absl::StrCat(Av(field), Av(part), ": ", Av(what)));
 }
 
-absl::Status NotServed(std::string_view field) {
-  return absl::UnimplementedError(absl::StrCat(Av(field), ": not served by this daemon yet"));
-}
-
 absl::Status DecodeStorage(const v1::Tensor& tensor, TensorRef& ref) {
   switch (tensor.storage_case()) {
     case v1::Tensor::kBufferId:
@@ -128,6 +124,40 @@ absl::StatusOr<ScaleRef> DecodeScale(const v1::Scale& scale, std::string_view fi
   return Invalid(field, "", "neither scalar nor vector set");
 }
 
+constexpr std::uint64_t kTimeoutMaxMs = std::uint64_t{1} << 40U;  // decades, and far from the clock's end
+
+absl::StatusOr<std::vector<DecodedPoint>> DecodePoints(const google::protobuf::RepeatedPtrField<v1::SyncPoint>& points,
+                                                       std::string_view field) {
+  if (points.size() > kSyncPointsMax) {
+    return Invalid(field, "", absl::StrCat(points.size(), " points; at most ", kSyncPointsMax));
+  }
+  std::vector<DecodedPoint> decoded;
+  for (const v1::SyncPoint& point : points) {
+    DecodedPoint& to = decoded.emplace_back(DecodedPoint{.id = {}, .value = point.value()});
+    if (!Id::Parse(point.id(), to.id)) {
+      return Invalid(field, absl::StrCat("[", decoded.size() - 1, "].id"), "must be 16 bytes");
+    }
+  }
+  return decoded;
+}
+
+// nullopt = the daemon's default.
+absl::StatusOr<std::optional<kernels::Backend>> DecodeBackend(v1::Backend backend) {
+  switch (backend) {
+    case v1::BACKEND_UNSPECIFIED:
+    case v1::BACKEND_AUTO:
+      return std::optional<kernels::Backend>();
+    case v1::BACKEND_CPU:
+      return kernels::Backend::kCpu;
+    case v1::BACKEND_CUDA:
+      return kernels::Backend::kCuda;
+    case v1::BACKEND_VENDOR:
+      return kernels::Backend::kVendor;
+    default:
+      return Invalid("options.backend", "", absl::StrCat("unknown value ", static_cast<int>(backend)));
+  }
+}
+
 }  // namespace
 
 absl::StatusOr<GemmCall> DecodeGemm(const v1::GemmOp& op) {
@@ -158,30 +188,21 @@ absl::StatusOr<GemmCall> DecodeGemm(const v1::GemmOp& op) {
 }
 
 absl::StatusOr<DecodedOptions> DecodeOptions(const v1::SubmitOptions& options) {
-  if (!options.stream().empty()) return NotServed("options.stream");
-  if (options.wait_size() != 0) return NotServed("options.wait");
-  if (options.signal_size() != 0) return NotServed("options.signal");
-  if (options.reply_when() == v1::REPLY_WHEN_ENQUEUED) return NotServed("options.reply_when");
+  DecodedOptions decoded{.profile = options.profile()};
+  if (!options.stream().empty()) {
+    Id stream;
+    if (!Id::Parse(options.stream(), stream)) return Invalid("options.stream", "", "must be 16 bytes");
+    decoded.stream = stream;
+  }
+  ASSIGN_OR_RETURN(decoded.wait, DecodePoints(options.wait(), "options.wait"));
+  ASSIGN_OR_RETURN(decoded.signal, DecodePoints(options.signal(), "options.signal"));
   if (!v1::ReplyWhen_IsValid(options.reply_when())) {
     return Invalid("options.reply_when", "", absl::StrCat("unknown value ", static_cast<int>(options.reply_when())));
   }
-  DecodedOptions decoded{.backend = std::nullopt, .profile = options.profile()};
-  switch (options.backend()) {
-    case v1::BACKEND_UNSPECIFIED:
-    case v1::BACKEND_AUTO:
-      return decoded;
-    case v1::BACKEND_CPU:
-      decoded.backend = kernels::Backend::kCpu;
-      return decoded;
-    case v1::BACKEND_CUDA:
-      decoded.backend = kernels::Backend::kCuda;
-      return decoded;
-    case v1::BACKEND_VENDOR:
-      decoded.backend = kernels::Backend::kVendor;
-      return decoded;
-    default:
-      return Invalid("options.backend", "", absl::StrCat("unknown value ", static_cast<int>(options.backend())));
-  }
+  decoded.answer_when_launched = options.reply_when() == v1::REPLY_WHEN_ENQUEUED;
+  decoded.timeout = std::chrono::milliseconds(std::min<std::uint64_t>(options.timeout_ms(), kTimeoutMaxMs));
+  ASSIGN_OR_RETURN(decoded.backend, DecodeBackend(options.backend()));
+  return decoded;
 }
 
 }  // namespace tessera::server

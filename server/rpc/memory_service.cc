@@ -11,6 +11,7 @@
 #include "common/text.h"
 #include "server/rpc/attach.h"
 #include "server/rpc/session_name.h"
+#include "server/rpc/synchronize.h"
 
 namespace tessera::server {
 namespace {
@@ -123,6 +124,9 @@ void FillInfo(const SessionRow& row, v1::SessionInfo& info) {
   info.set_buffers(static_cast<std::uint32_t>(row.memory.buffers));
   info.set_bytes(row.memory.bytes);
   info.set_in_flight(static_cast<std::uint32_t>(row.in_flight));
+  info.set_gated(static_cast<std::uint32_t>(row.gated));
+  info.set_streams(static_cast<std::uint32_t>(row.streams));
+  info.set_timelines(static_cast<std::uint32_t>(row.timelines));
 }
 
 std::chrono::milliseconds TtlOf(std::uint64_t milliseconds) {
@@ -146,6 +150,21 @@ constexpr std::int64_t kRowBytesMax = 640;  // of either list, with all of a lab
 std::size_t PageLimit(const Settings& settings, std::uint32_t asked) {
   const auto fit = static_cast<std::size_t>(settings.message_bytes_max / kRowBytesMax);
   return std::min<std::size_t>(fit, asked == 0 ? kPageMax : std::min(asked, kPageMax));
+}
+
+absl::StatusOr<StreamPriority> PriorityOf(v1::StreamPriority priority) {
+  switch (priority) {
+    case v1::STREAM_PRIORITY_UNSPECIFIED:
+    case v1::STREAM_PRIORITY_NORMAL:
+      return StreamPriority::kNormal;
+    case v1::STREAM_PRIORITY_LOW:
+      return StreamPriority::kLow;
+    case v1::STREAM_PRIORITY_HIGH:
+      return StreamPriority::kHigh;
+    default:
+      break;
+  }
+  return absl::InvalidArgumentError(absl::StrCat("priority: unknown value ", static_cast<int>(priority)));
 }
 
 // nullopt revokes.
@@ -279,6 +298,60 @@ grpc::ServerUnaryReactor* MemoryService::ShareBuffer(grpc::CallbackServerContext
     ASSIGN_OR_RETURN(const std::uint32_t users, scope_.sessions.ShareBuffer(*session, buffer, principal, access));
     reply->set_references(users);
     return absl::OkStatus();
+  });
+}
+
+grpc::ServerUnaryReactor* MemoryService::OpenStream(grpc::CallbackServerContext* context,
+                                                    const v1::OpenStreamRequest* request, v1::OpenStreamReply* reply) {
+  return Answer(context, scope_, RpcMethod::kMemoryOpenStream, [&](const Peer& peer) -> absl::Status {
+    ASSIGN_OR_RETURN(const std::shared_ptr<Session> session, scope_.RequireSession(*context, peer));
+    ASSIGN_OR_RETURN(const StreamPriority priority, PriorityOf(request->priority()));
+    ASSIGN_OR_RETURN(const Id stream, scope_.sessions.OpenStream(*session, priority));
+    reply->set_stream_id(stream.Bytes());
+    return absl::OkStatus();
+  });
+}
+
+grpc::ServerUnaryReactor* MemoryService::CreateTimeline(grpc::CallbackServerContext* context,
+                                                        const v1::CreateTimelineRequest* request,
+                                                        v1::CreateTimelineReply* reply) {
+  return Answer(context, scope_, RpcMethod::kMemoryCreateTimeline, [&](const Peer& peer) -> absl::Status {
+    ASSIGN_OR_RETURN(const std::shared_ptr<Session> session, scope_.RequireSession(*context, peer));
+    std::vector<std::string> shared_with(request->shared_with().begin(), request->shared_with().end());
+    if (request->shared_with_own()) shared_with.push_back(peer.Principal());
+    ASSIGN_OR_RETURN(const Id timeline,
+                     scope_.sessions.CreateTimeline(*session, request->initial_value(), std::move(shared_with)));
+    reply->set_timeline_id(timeline.Bytes());
+    return absl::OkStatus();
+  });
+}
+
+grpc::ServerUnaryReactor* MemoryService::SignalTimeline(grpc::CallbackServerContext* context,
+                                                        const v1::SignalTimelineRequest* request,
+                                                        v1::SignalTimelineReply* /*reply*/) {
+  return Answer(context, scope_, RpcMethod::kMemorySignalTimeline, [&](const Peer& peer) -> absl::Status {
+    ASSIGN_OR_RETURN(const std::shared_ptr<Session> session, scope_.RequireSession(*context, peer));
+    ASSIGN_OR_RETURN(const Id id, ParseId(request->point().id(), "point.id"));
+    const absl::StatusOr<std::shared_ptr<Timeline>> timeline = scope_.sessions.FindTimeline(*session, id);
+    if (!timeline.ok()) return InField("point.id", timeline.status());
+    (*timeline)->Signal(request->point().value(), absl::OkStatus());
+    return absl::OkStatus();
+  });
+}
+
+grpc::ServerUnaryReactor* MemoryService::Synchronize(grpc::CallbackServerContext* context,
+                                                     const v1::SynchronizeRequest* request,
+                                                     v1::SynchronizeReply* reply) {
+  return ServeSynchronize(*context, scope_, executor_, *request, *reply);
+}
+
+grpc::ServerUnaryReactor* MemoryService::ReleaseSync(grpc::CallbackServerContext* context,
+                                                     const v1::ReleaseSyncRequest* request,
+                                                     v1::ReleaseSyncReply* /*reply*/) {
+  return Answer(context, scope_, RpcMethod::kMemoryReleaseSync, [&](const Peer& peer) -> absl::Status {
+    ASSIGN_OR_RETURN(const std::shared_ptr<Session> session, scope_.RequireSession(*context, peer));
+    ASSIGN_OR_RETURN(const Id id, ParseId(request->id(), "id"));
+    return InField("id", scope_.sessions.ReleaseSync(*session, id));
   });
 }
 

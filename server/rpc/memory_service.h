@@ -1,6 +1,7 @@
 // tessera.v1.Memory over the session table.
 #pragma once
 
+#include "server/exec/executor.h"
 #include "server/rpc/rpc.h"
 #include "tessera/v1/memory.grpc.pb.h"
 
@@ -8,7 +9,7 @@ namespace tessera::server {
 
 class MemoryService final : public v1::Memory::CallbackService {
  public:
-  explicit MemoryService(RpcScope& scope) : scope_(scope) {}
+  MemoryService(RpcScope& scope, Executor& executor) : scope_(scope), executor_(executor) {}
 
   grpc::ServerUnaryReactor* OpenSession(grpc::CallbackServerContext* context, const v1::OpenSessionRequest* request,
                                         v1::OpenSessionReply* reply) override;
@@ -29,11 +30,24 @@ class MemoryService final : public v1::Memory::CallbackService {
                                          v1::ListSessionsReply* reply) override;
   grpc::ServerUnaryReactor* ShareBuffer(grpc::CallbackServerContext* context, const v1::ShareBufferRequest* request,
                                         v1::ShareBufferReply* reply) override;
+  grpc::ServerUnaryReactor* OpenStream(grpc::CallbackServerContext* context, const v1::OpenStreamRequest* request,
+                                       v1::OpenStreamReply* reply) override;
+  grpc::ServerUnaryReactor* CreateTimeline(grpc::CallbackServerContext* context,
+                                           const v1::CreateTimelineRequest* request,
+                                           v1::CreateTimelineReply* reply) override;
+  grpc::ServerUnaryReactor* SignalTimeline(grpc::CallbackServerContext* context,
+                                           const v1::SignalTimelineRequest* request,
+                                           v1::SignalTimelineReply* reply) override;
+  grpc::ServerUnaryReactor* Synchronize(grpc::CallbackServerContext* context, const v1::SynchronizeRequest* request,
+                                        v1::SynchronizeReply* reply) override;
+  grpc::ServerUnaryReactor* ReleaseSync(grpc::CallbackServerContext* context, const v1::ReleaseSyncRequest* request,
+                                        v1::ReleaseSyncReply* reply) override;
   grpc::ServerUnaryReactor* ListBuffers(grpc::CallbackServerContext* context, const v1::ListBuffersRequest* request,
                                         v1::ListBuffersReply* reply) override;
 
  private:
   RpcScope& scope_;
+  Executor& executor_;
 };
 
 }  // namespace tessera::server

@@ -38,6 +38,7 @@ grpc::Status ToGrpc(const absl::Status& status) {
 Access AccessOf(RpcMethod method) {
   switch (method) {
     case RpcMethod::kComputeGemm:
+    case RpcMethod::kComputeExecute:
     case RpcMethod::kComputeStream:
     case RpcMethod::kAdminServerInfo:
       return Access::kAnyone;
@@ -50,6 +51,11 @@ Access AccessOf(RpcMethod method) {
     case RpcMethod::kMemoryAllocateBuffer:
     case RpcMethod::kMemoryReleaseBuffer:
     case RpcMethod::kMemoryShareBuffer:
+    case RpcMethod::kMemoryOpenStream:
+    case RpcMethod::kMemoryCreateTimeline:
+    case RpcMethod::kMemorySignalTimeline:
+    case RpcMethod::kMemorySynchronize:
+    case RpcMethod::kMemoryReleaseSync:
     case RpcMethod::kMemoryListBuffers:
       return Access::kNode;
     case RpcMethod::kAdminGetConfig:

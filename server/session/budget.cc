@@ -18,7 +18,7 @@ absl::Status MemoryBudget::Reserve(std::uint64_t bytes) {
     used_.bytes += bytes_before;
     ++used_.buffers;
   }
-  const absl::Status status = parent_ == nullptr ? absl::OkStatus() : parent_->Reserve(bytes);
+  absl::Status status = parent_ == nullptr ? absl::OkStatus() : parent_->Reserve(bytes);
   const std::lock_guard<std::mutex> lock(mutex_);
   if (status.ok()) {
     used_.bytes += bytes - bytes_before;

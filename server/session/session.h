@@ -10,23 +10,28 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/statusor.h"
 #include "server/session/account.h"
 #include "server/session/budget.h"
 #include "server/session/id.h"
 #include "server/session/import_cache.h"
 #include "server/session/peer.h"
 #include "server/session/reaper.h"
+#include "server/session/timeline.h"
 #include "server/telemetry/metrics.h"
 
 namespace tessera::server {
 
-// What the executor keeps for a session (its streams, its queue); opaque here.
+enum class StreamPriority { kLow, kNormal, kHigh };
+
+// What the executor keeps for an in-order stream of a session; opaque here.
 class SessionLane {
  public:
   virtual ~SessionLane() = default;
-  // Answers queued operations that are refused now, as all of an ended session are, without waiting for their turn.
+  // Answers operations that wait and are refused now, as all of an ended session are, without waiting for their turn.
   virtual void DropUnwanted() = 0;
   virtual std::int64_t in_flight() const = 0;  // operations that wait or run
+  virtual std::int64_t gated() const = 0;      // of those, the ones that are held back by what they wait for
 };
 
 class Session {
@@ -36,11 +41,20 @@ class Session {
   const Id& id() const { return id_; }
   const Peer& peer() const { return peer_; }
   const std::string& label() const { return label_; }
-  SessionLane* lane() const { return lane_.get(); }
+  const std::shared_ptr<SessionLane>& lane() const { return lane_; }  // its own stream
   const std::shared_ptr<Account>& account() const { return account_; }
+
+  // Closed, with CANCELLED, when the session ends: for whoever waits for something else meanwhile.
+  Timeline& end() { return end_; }
 
   // Once true it stays true: queued work must not start.
   bool ended() const { return ended_.load(std::memory_order_acquire); }
+
+  std::int64_t in_flight = 0;  // operations that wait or run, of all its streams; guarded by the executor's mutex
+
+  // A place among the waits (Memory.Synchronize) that are open, until it goes; whoever waited may have left long
+  // before. RESOURCE_EXHAUSTED.
+  absl::StatusOr<std::shared_ptr<const void>> BeginWait();
 
   // A call of it begins, which starts its time to live anew.
   void Touch() { last_call_.store(Clock::now().time_since_epoch(), std::memory_order_relaxed); }
@@ -48,6 +62,8 @@ class Session {
  private:
   friend class SessionTable;
   Session() = default;
+
+  static constexpr int kWaitsMax = 256;
 
   Clock::time_point last_call() const { return Clock::time_point(last_call_.load(std::memory_order_relaxed)); }
 
@@ -64,9 +80,14 @@ class Session {
   std::shared_ptr<MemoryBudget> memory_;
 
   std::atomic<bool> ended_{false};
+  Timeline end_;
+  const std::shared_ptr<std::atomic<int>> waits_ = std::make_shared<std::atomic<int>>(0);
   std::atomic<Clock::duration> last_call_{Clock::now().time_since_epoch()};
   ImportCache imports_;      // a client's names for its allocations are good for itself only
-  std::vector<Id> buffers_;  // guarded by SessionTable::mutex_
+  std::vector<Id> buffers_;  // guarded by SessionTable::mutex_, as the next two
+  std::vector<Id> syncs_;    // streams and timelines
+  std::size_t num_streams_ = 0;
+  std::vector<std::weak_ptr<SessionLane>> released_lanes_;  // of streams given back; there while work of theirs is
 
   // Whoever waits for the session's end waits for buffers that were released before it and are not gone, too: each of
   // them holds this object, which gets the token of the end. Guarded by SessionTable::mutex_; null once it has ended.
@@ -75,5 +96,13 @@ class Session {
   };
   std::shared_ptr<TokenOfEnd> token_of_end_ = std::make_shared<TokenOfEnd>();
 };
+
+inline absl::StatusOr<std::shared_ptr<const void>> Session::BeginWait() {
+  if (waits_->fetch_add(1) >= kWaitsMax) {
+    waits_->fetch_sub(1);
+    return absl::ResourceExhaustedError("256 calls of Synchronize already wait in this session");
+  }
+  return std::shared_ptr<const void>(waits_.get(), [waits = waits_](const void*) { waits->fetch_sub(1); });
+}
 
 }  // namespace tessera::server

@@ -65,7 +65,7 @@ absl::Status CheckPrincipal(const std::string& principal) {
 }  // namespace
 
 SessionTable::SessionTable(std::uint32_t epoch, const SessionLimits& limits, Metrics& metrics, Reaper& reaper,
-                           std::function<std::shared_ptr<SessionLane>()> make_lane, std::vector<DeviceMemory*> devices)
+                           MakeLane make_lane, std::vector<DeviceMemory*> devices)
     : epoch_(epoch),
       limits_(limits),
       metrics_(metrics),
@@ -84,7 +84,8 @@ SessionTable::SessionTable(std::uint32_t epoch, const SessionLimits& limits, Met
                 metrics, memory_),
       leases_("lease", epoch),
       sessions_("session", epoch),
-      buffers_("buffer", epoch) {}
+      buffers_("buffer", epoch),
+      syncs_("stream or timeline", epoch) {}
 
 absl::Status SessionTable::LimitReached(Limit limit, std::uint64_t value) {
   metrics_.Refused(limit);
@@ -150,7 +151,7 @@ std::shared_ptr<Session> SessionTable::MakeSession(const Peer& peer, std::string
   std::shared_ptr<Session> session(new Session());
   session->peer_ = peer;
   session->label_ = label;
-  session->lane_ = make_lane_();
+  session->lane_ = make_lane_(StreamPriority::kNormal);
   session->account_ = accounts_.Of(peer);
   // Memory that is not gone counts for its principal, and so holds the account.
   const std::shared_ptr<MemoryBudget> of_principal(session->account_, session->account_->memory.get());
@@ -232,6 +233,7 @@ absl::StatusOr<std::shared_ptr<Session>> SessionTable::FindSession(const Peer& p
 absl::StatusOr<std::size_t> SessionTable::EndSession(const Id& token, SessionEnd reason, GoneToken gone) {
   std::shared_ptr<Session> session;
   std::vector<OwnedBuffer> dropped;
+  std::vector<OwnedSync> syncs;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     ASSIGN_OR_RETURN(std::shared_ptr<Session> * found, sessions_.Find(token));
@@ -243,6 +245,7 @@ absl::StatusOr<std::size_t> SessionTable::EndSession(const Id& token, SessionEnd
       dropped.push_back(*std::move(owned));
     }
     session->buffers_.clear();
+    syncs = TakeSyncs(*session);
     session->token_of_end_->gone = gone;
     session->token_of_end_.reset();
     sessions_.Remove(token);
@@ -254,8 +257,18 @@ absl::StatusOr<std::size_t> SessionTable::EndSession(const Id& token, SessionEnd
   if (session->lease_kind_ == LeaseKind::kTtl) metrics_.LeaseClosed(LeaseKind::kTtl);
   const std::size_t count = dropped.size();
   // What running calls hold goes with the last of them.
-  reaper_.Post([session = std::move(session), dropped = std::move(dropped), gone = std::move(gone)]() mutable {
+  reaper_.Post([session = std::move(session), dropped = std::move(dropped), syncs = std::move(syncs),
+                gone = std::move(gone)]() mutable {
+    session->end().Close(absl::CancelledError("the session has ended"));
     session->lane()->DropUnwanted();
+    for (const OwnedSync& sync : syncs) {
+      if (sync.lane != nullptr) sync.lane->DropUnwanted();
+    }
+    // Not before: what was dropped has signalled.
+    for (const OwnedSync& sync : syncs) {
+      if (sync.timeline != nullptr) sync.timeline->Close(absl::AbortedError("the session of a timeline has ended"));
+    }
+    syncs.clear();
     dropped.clear();
     session.reset();
     gone.reset();
@@ -357,7 +370,15 @@ Page<SessionRow> SessionTable::ListSessions(const Includes& include, const PageR
                    .age = now - session->opened_,
                    .idle = now - session->last_call(),
                    .memory = session->memory_->used(),
-                   .in_flight = session->lane()->in_flight()};
+                   .in_flight = session->lane()->in_flight(),
+                   .gated = session->lane()->gated(),
+                   .streams = session->num_streams_,
+                   .timelines = session->syncs_.size() - session->num_streams_};
+    for (const Id& sync : session->syncs_) {
+      const SessionLane* const lane = (*syncs_.Find(sync))->lane.get();
+      row.in_flight += lane == nullptr ? 0 : lane->in_flight();
+      row.gated += lane == nullptr ? 0 : lane->gated();
+    }
     if (row.lease == LeaseKind::kTtl) row.ttl_left = std::max(session->ttl_ - Milliseconds(row.idle), {});
     rows.push_back(std::move(row));
   });
@@ -585,11 +606,126 @@ SessionCounts SessionTable::Counts() {
   SessionCounts counts{.sessions = sessions_.size(),
                        .ending = ended_.size(),
                        .buffers = buffers_.size(),
+                       .streams = num_streams_,
+                       .timelines = syncs_.size() - num_streams_,
                        .bytes_held = memory_->used().bytes};
   for (const EndedSession& ended : ended_) {
     if (ended.row.state == SessionState::kQuarantined) ++counts.quarantined;
   }
   return counts;
+}
+
+absl::StatusOr<Id> SessionTable::OpenStream(Session& session, StreamPriority priority) {
+  OwnedSync sync{.lane = make_lane_(priority), .timeline = nullptr, .owner = nullptr, .shared_with = {}};
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ASSIGN_OR_RETURN(std::shared_ptr<Session> * owner, sessions_.Find(session.id_));
+  if (session.num_streams_ >= limits_.streams_per_session_max) {
+    return LimitReached(Limit::kStreamsPerSession, limits_.streams_per_session_max);
+  }
+  sync.owner = *owner;
+  Id stream;
+  syncs_.Insert([&](const Id& id) {
+    stream = id;
+    return std::move(sync);
+  });
+  session.syncs_.push_back(stream);
+  ++session.num_streams_;
+  ++num_streams_;
+  return stream;
+}
+
+absl::StatusOr<Id> SessionTable::CreateTimeline(Session& session, std::uint64_t value,
+                                                std::vector<std::string> shared_with) {
+  if (shared_with.size() > kSharesMax) {
+    return absl::InvalidArgumentError(absl::StrCat("shared_with: ", shared_with.size(), "; at most ", kSharesMax));
+  }
+  for (const std::string& principal : shared_with) {
+    if (!CheckPrincipal(principal).ok()) {
+      return absl::InvalidArgumentError("shared_with: must be such as uid:1000; `tessera status` tells a caller's own");
+    }
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ASSIGN_OR_RETURN(std::shared_ptr<Session> * owner, sessions_.Find(session.id_));
+  if (session.syncs_.size() - session.num_streams_ >= limits_.timelines_per_session_max) {
+    return LimitReached(Limit::kTimelinesPerSession, limits_.timelines_per_session_max);
+  }
+  Id timeline;
+  syncs_.Insert([&](const Id& id) {
+    timeline = id;
+    return OwnedSync{.lane = nullptr,
+                     .timeline = std::make_shared<Timeline>(value),
+                     .owner = *owner,
+                     .shared_with = std::move(shared_with)};
+  });
+  session.syncs_.push_back(timeline);
+  return timeline;
+}
+
+absl::StatusOr<SessionTable::OwnedSync*> SessionTable::FindSync(const Session& session, const Id& sync) {
+  ASSIGN_OR_RETURN(OwnedSync * found, syncs_.Find(sync));
+  if (found->owner.get() != &session) return absl::PermissionDeniedError("belongs to another session");
+  return found;
+}
+
+absl::StatusOr<std::shared_ptr<SessionLane>> SessionTable::FindStream(const Session& session, const Id& stream) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ASSIGN_OR_RETURN(OwnedSync * found, FindSync(session, stream));
+  if (found->lane == nullptr) return absl::InvalidArgumentError("is a timeline, not a stream");
+  return found->lane;
+}
+
+absl::StatusOr<std::shared_ptr<Timeline>> SessionTable::FindTimeline(const Session& session, const Id& timeline) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ASSIGN_OR_RETURN(OwnedSync * found, syncs_.Find(timeline));
+  const bool shared = std::find(found->shared_with.begin(), found->shared_with.end(), session.account_->principal) !=
+                      found->shared_with.end();
+  if (found->owner.get() != &session && !shared) return absl::PermissionDeniedError("belongs to another session");
+  if (found->timeline == nullptr) return absl::InvalidArgumentError("is a stream, not a timeline");
+  return found->timeline;
+}
+
+absl::Status SessionTable::ReleaseSync(Session& session, const Id& sync) {
+  std::optional<OwnedSync> released;  // let go of after the lock
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    RETURN_IF_ERROR(FindSync(session, sync).status());
+    released = syncs_.Remove(sync);
+    session.syncs_.erase(std::find(session.syncs_.begin(), session.syncs_.end(), sync));
+    if (released->lane != nullptr) {
+      std::erase_if(session.released_lanes_, [](const auto& lane) { return lane.expired(); });
+      session.released_lanes_.push_back(released->lane);
+      --session.num_streams_;
+      --num_streams_;
+    }
+  }
+  if (released->timeline != nullptr) released->timeline->Close(absl::AbortedError("a timeline was released"));
+  return absl::OkStatus();
+}
+
+std::vector<SessionTable::OwnedSync> SessionTable::TakeSyncs(Session& session) {
+  std::vector<OwnedSync> syncs;
+  for (const Id& id : session.syncs_) syncs.push_back(*syncs_.Remove(id));
+  for (const auto& released : session.released_lanes_) {
+    if (auto lane = released.lock(); lane != nullptr) {
+      syncs.push_back({.lane = std::move(lane), .timeline = nullptr, .owner = nullptr, .shared_with = {}});
+    }
+  }
+  num_streams_ -= session.num_streams_;
+  session.syncs_.clear();
+  session.num_streams_ = 0;
+  return syncs;
+}
+
+std::vector<std::shared_ptr<SessionLane>> SessionTable::LanesOf(const Session& session) {
+  std::vector<std::shared_ptr<SessionLane>> lanes = {session.lane_};
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const Id& id : session.syncs_) {
+    if (const auto& lane = (*syncs_.Find(id))->lane; lane != nullptr) lanes.push_back(lane);
+  }
+  for (const auto& released : session.released_lanes_) {
+    if (auto lane = released.lock(); lane != nullptr) lanes.push_back(std::move(lane));
+  }
+  return lanes;
 }
 
 }  // namespace tessera::server

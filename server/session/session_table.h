@@ -33,6 +33,7 @@
 #include "server/session/peer.h"
 #include "server/session/reaper.h"
 #include "server/session/session.h"
+#include "server/session/timeline.h"
 
 namespace tessera::server {
 
@@ -47,6 +48,8 @@ struct SessionLimits {
   std::uint64_t buffer_bytes_max = 0;            // of all sessions together
   std::uint64_t principal_buffer_bytes_max = 0;  // 0 = no limit of its own; likewise the next
   std::uint64_t session_buffer_bytes_max = 0;
+  std::uint64_t streams_per_session_max = kNoLimit;
+  std::uint64_t timelines_per_session_max = kNoLimit;
   std::chrono::milliseconds ttl_max = std::chrono::minutes(1);
   std::chrono::milliseconds cleanup_patience = std::chrono::seconds(10);
 };
@@ -86,6 +89,9 @@ struct SessionRow {
   std::chrono::steady_clock::duration idle{};  // since its last call began
   MemoryUse memory;                            // including released buffers that are not gone
   std::int64_t in_flight = 0;
+  std::int64_t gated = 0;
+  std::size_t streams = 0;
+  std::size_t timelines = 0;
 };
 
 // Rows in the order of their ids, from after a given one.
@@ -105,12 +111,15 @@ struct SessionCounts {
   std::size_t ending = 0;
   std::size_t quarantined = 0;  // of those
   std::size_t buffers = 0;
+  std::size_t streams = 0;
+  std::size_t timelines = 0;
   std::uint64_t bytes_held = 0;  // including released buffers that are not gone
 };
 
 class SessionTable {
  public:
   using Clock = std::chrono::steady_clock;
+  using MakeLane = std::function<std::shared_ptr<SessionLane>(StreamPriority priority)>;
   // Whom a list is about.
   using Includes = std::function<bool(const Peer& owner)>;
 
@@ -119,10 +128,10 @@ class SessionTable {
   static constexpr std::size_t kSharesMax = 16;  // of one buffer
   static constexpr std::chrono::milliseconds kTtlMin{100};
 
-  // `make_lane` is called once a session. `devices` are the GPUs that hold buffers, the first of them being the one
-  // that the space "cuda" means; they and the reaper outlive the table and every pin.
-  SessionTable(std::uint32_t epoch, const SessionLimits& limits, Metrics& metrics, Reaper& reaper,
-               std::function<std::shared_ptr<SessionLane>()> make_lane, std::vector<DeviceMemory*> devices = {});
+  // `make_lane` is called for each stream of a session. `devices` are the GPUs that hold buffers, the first of them
+  // being the one that the space "cuda" means; they and the reaper outlive the table and every pin.
+  SessionTable(std::uint32_t epoch, const SessionLimits& limits, Metrics& metrics, Reaper& reaper, MakeLane make_lane,
+               std::vector<DeviceMemory*> devices = {});
 
   std::uint32_t epoch() const { return epoch_; }
 
@@ -175,6 +184,16 @@ class SessionTable {
   Page<BufferRow> ListBuffers(const Includes& include, const std::string& shared_with = {},
                               const PageRequest& page = {});
 
+  // Streams and timelines. Errors begin with no field's name: ids of these come in several fields.
+  absl::StatusOr<Id> OpenStream(Session& session, StreamPriority priority);
+  // `shared_with`: principals whose other sessions may wait for it and signal it, too.
+  absl::StatusOr<Id> CreateTimeline(Session& session, std::uint64_t value, std::vector<std::string> shared_with);
+  absl::StatusOr<std::shared_ptr<SessionLane>> FindStream(const Session& session, const Id& stream);
+  absl::StatusOr<std::shared_ptr<Timeline>> FindTimeline(const Session& session, const Id& timeline);
+  absl::Status ReleaseSync(Session& session, const Id& sync);
+  // All streams of a session, its own first.
+  std::vector<std::shared_ptr<SessionLane>> LanesOf(const Session& session);
+
   SessionCounts Counts();
 
  private:
@@ -189,6 +208,13 @@ class SessionTable {
     std::shared_ptr<Buffer> buffer;
     std::shared_ptr<Session> owner;
     std::vector<BufferShare> shares;  // at most kSharesMax
+  };
+  // Either a stream or a timeline.
+  struct OwnedSync {
+    std::shared_ptr<SessionLane> lane;
+    std::shared_ptr<Timeline> timeline;
+    std::shared_ptr<Session> owner;
+    std::vector<std::string> shared_with;  // principals; at most kSharesMax
   };
   // A session that has ended. Its calls hold the session, its memory is in the budget; it is gone when neither is
   // there. How many there are is bounded by the queue and by the limits of buffers.
@@ -217,6 +243,8 @@ class SessionTable {
   // With mutex_ held.
   absl::StatusOr<Id> Admit(const std::shared_ptr<Session>& session);
   absl::StatusOr<OwnedBuffer*> FindOwned(const Session& session, const Id& buffer);
+  absl::StatusOr<OwnedSync*> FindSync(const Session& session, const Id& sync);  // of its own
+  std::vector<OwnedSync> TakeSyncs(Session& session);
   void Remember(const std::shared_ptr<Session>& session, SessionEnd reason);
   void ForgetGone();
   SessionRow RowOf(const EndedSession& ended, Clock::time_point now) const;
@@ -225,7 +253,7 @@ class SessionTable {
   const SessionLimits limits_;
   Metrics& metrics_;
   Reaper& reaper_;
-  const std::function<std::shared_ptr<SessionLane>()> make_lane_;
+  const MakeLane make_lane_;
   const std::vector<DeviceMemory*> devices_;
   const std::shared_ptr<MemoryBudget> memory_;
   Accounts accounts_;
@@ -234,6 +262,8 @@ class SessionTable {
   IdTable<Lease> leases_;
   IdTable<std::shared_ptr<Session>> sessions_;
   IdTable<OwnedBuffer> buffers_;
+  IdTable<OwnedSync> syncs_;
+  std::size_t num_streams_ = 0;  // among syncs_
   std::list<EndedSession> ended_;
   std::uint64_t next_ticket_ = 1;
 };

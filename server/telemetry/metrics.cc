@@ -400,6 +400,23 @@ void Metrics::OperationFinished(const OperationSample& sample) {
   }
 }
 
+void Metrics::OperationsGated(std::int64_t operations) {
+  table_->gated().Increment(static_cast<double>(operations));
+}
+
+void Metrics::OperationsUngated(std::int64_t operations) {
+  table_->gated().Decrement(static_cast<double>(operations));
+}
+
+void Metrics::GateTime(OpFamily op, double seconds) {
+  table_->gate_seconds(op).Observe(seconds);
+}
+
+void Metrics::SetSyncs(std::size_t streams, std::size_t timelines) {
+  table_->streams().Set(static_cast<double>(streams));
+  table_->timelines().Set(static_cast<double>(timelines));
+}
+
 void Metrics::PlannerDecided(OpFamily op, planner::Source source) {
   table_->planner_decisions(op, source).Increment();
 }

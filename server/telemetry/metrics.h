@@ -91,6 +91,12 @@ class Metrics {
   void OperationAccepted();
   void OperationLaunched();
   void OperationFinished(const OperationSample& sample);
+  // Held back before its launch, and held back no more.
+  void OperationsGated(std::int64_t operations);
+  void OperationsUngated(std::int64_t operations);
+  void GateTime(OpFamily op, double seconds);  // of one that was
+
+  void SetSyncs(std::size_t streams, std::size_t timelines);
 
   void PlannerDecided(OpFamily op, planner::Source source);
   void PlannerRefused(OpFamily op);

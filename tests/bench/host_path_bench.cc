@@ -6,6 +6,7 @@
 
 #include <future>
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -77,11 +78,10 @@ void BM_SubmitRoundTrip(benchmark::State& state) {
   Host host;
   for (auto _ : state) {
     std::promise<void> finished;
-    Operation operation{.gemm = host.Bind(),
-                        .session = nullptr,
-                        .backend = std::nullopt,
-                        .still_wanted = [] { return absl::OkStatus(); },
-                        .done = [&finished](const absl::Status&, const OperationReport&) { finished.set_value(); }};
+    Submission operation;
+    operation.ops.push_back(host.Bind());
+    operation.still_wanted = [] { return absl::OkStatus(); };
+    operation.done = [&finished](const absl::Status&, std::span<const OperationReport>) { finished.set_value(); };
     host.executor().Submit(std::move(operation));
     finished.get_future().wait();
   }

@@ -125,11 +125,23 @@ TEST_F(BadCallTest, OptionsAreKnownAndServed) {
   const auto backend = [](int value) {
     return Options([=](v1::SubmitOptions& options) { options.set_backend(static_cast<v1::Backend>(value)); });
   };
+  const auto points = [](int count, auto add) {
+    return Options([=](v1::SubmitOptions& options) {
+      for (int i = 0; i < count; ++i) (options.*add)()->set_id(std::string(16, '\0'));
+    });
+  };
+  v1::SyncPoint* (v1::SubmitOptions::*const add_wait)() = &v1::SubmitOptions::add_wait;
+  v1::SyncPoint* (v1::SubmitOptions::*const add_signal)() = &v1::SubmitOptions::add_signal;
   std::vector<BadGemm> rows = {
-      {"stream", Options([](v1::SubmitOptions& options) { options.set_stream("s"); }), later, "options.stream: "},
-      {"wait", Options([](v1::SubmitOptions& options) { options.add_wait(); }), later, "options.wait: "},
-      {"signal", Options([](v1::SubmitOptions& options) { options.add_signal(); }), later, "options.signal: "},
-      {"reply_when ENQUEUED", reply_when(v1::REPLY_WHEN_ENQUEUED), later, "options.reply_when: "},
+      {"stream", Options([](v1::SubmitOptions& options) { options.set_stream("s"); }), kInvalid, "options.stream: "},
+      {"unknown stream", Options([](v1::SubmitOptions& options) { options.set_stream(std::string(16, '\0')); }),
+       StatusCode::NOT_FOUND, "options.stream: "},
+      {"wait", Options([](v1::SubmitOptions& options) { options.add_wait(); }), kInvalid, "options.wait[0].id: "},
+      {"unknown wait", points(1, add_wait), StatusCode::NOT_FOUND, "options.wait[0].id: "},
+      {"17 waits", points(17, add_wait), kInvalid, "options.wait: ", "at most 16"},
+      {"signal", Options([](v1::SubmitOptions& options) { options.add_signal(); }), kInvalid, "options.signal[0].id: "},
+      {"unknown signal", points(1, add_signal), StatusCode::NOT_FOUND, "options.signal[0].id: "},
+      {"17 signals", points(17, add_signal), kInvalid, "options.signal: ", "at most 16"},
       {"reply_when 99", reply_when(99), kInvalid, "options.reply_when: ", "99"},
       {"reply_when -1", reply_when(-1), kInvalid, "options.reply_when: ", "-1"},
       {"backend 99", backend(99), kInvalid, "options.backend: ", "99"},
@@ -141,6 +153,7 @@ TEST_F(BadCallTest, OptionsAreKnownAndServed) {
     rows.push_back({known.name(), backend(value), later, "options.backend: ", known.name()});
   }
   ExpectEach(operands_->Full(), rows);
+  rows.push_back({"reply_when ENQUEUED", reply_when(v1::REPLY_WHEN_ENQUEUED), kInvalid, "options.reply_when: "});
   ExpectEach(operands_->Inline(), rows);
 }
 

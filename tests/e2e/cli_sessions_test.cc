@@ -76,8 +76,8 @@ TEST_F(CliSessionsTest, TheTable) {
   const client::Buffer buffer = side.Allocate(3 << 20).value();
   const std::string table = Out({"sessions"});
   const std::string head = Lines(table).front();
-  for (const char* column :
-       {"session", "state", "lease", "buffers", "memory", "in flight", "age", "idle", "owner", "pid", "label"}) {
+  for (const char* column : {"session", "state", "lease", "buffers", "memory", "in flight", "gated", "streams",
+                             "timelines", "age", "idle", "owner", "pid", "label"}) {
     EXPECT_THAT(head, HasSubstr(column));
   }
   EXPECT_THAT(LineWith(table, "by side channel"), ContainsRegex("open +side channel +1 +3.0 MiB +0 "));
@@ -95,9 +95,12 @@ TEST_F(CliSessionsTest, Json) {
   client::Session session = client.OpenSession({.label = "one", .lease = client::Lease::kTtl, .ttl = 50s}).value();
   const json list = Json({"sessions"});
   ASSERT_EQ(list.size(), 1U);
-  EXPECT_EQ(KeysOf(list[0]),
-            (std::set<std::string>{"name", "label", "principal", "owner_pid", "lease", "ttl_ms", "state", "end_reason",
-                                   "age_ms", "idle_ms", "buffers", "bytes", "in_flight"}));
+  EXPECT_EQ(KeysOf(list[0]), (std::set<std::string>{"name", "label", "principal", "owner_pid", "lease", "ttl_ms",
+                                                    "state", "end_reason", "age_ms", "idle_ms", "buffers", "bytes",
+                                                    "in_flight", "gated", "streams", "timelines"}));
+  EXPECT_EQ(list[0]["streams"], 0);
+  EXPECT_EQ(list[0]["timelines"], 0);
+  EXPECT_EQ(list[0]["gated"], 0);
   EXPECT_EQ(list[0]["label"], "one");
   EXPECT_EQ(list[0]["lease"], "ttl");
   EXPECT_EQ(list[0]["state"], "open");

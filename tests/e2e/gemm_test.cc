@@ -343,19 +343,20 @@ TEST_F(GemmStubTest, BoundsFollowTheSettings) {
   ExpectRefused(request, grpc::StatusCode::RESOURCE_EXHAUSTED, "larger than max");
 }
 
-TEST_F(GemmStubTest, FieldsServedLaterAreRefusedByName) {
+TEST_F(GemmStubTest, OrderNeedsASession) {
+  const std::string id(16, 'x');
   v1::GemmRequest stream = InlineRequest();
-  stream.mutable_options()->set_stream("s");
-  ExpectRefused(stream, grpc::StatusCode::UNIMPLEMENTED, "options.stream");
+  stream.mutable_options()->set_stream(id);
+  ExpectRefused(stream, grpc::StatusCode::INVALID_ARGUMENT, "tessera-session-bin");
   v1::GemmRequest wait = InlineRequest();
-  wait.mutable_options()->add_wait()->set_value(1);
-  ExpectRefused(wait, grpc::StatusCode::UNIMPLEMENTED, "options.wait");
+  wait.mutable_options()->add_wait()->set_id(id);
+  ExpectRefused(wait, grpc::StatusCode::INVALID_ARGUMENT, "tessera-session-bin");
   v1::GemmRequest signal = InlineRequest();
-  signal.mutable_options()->add_signal()->set_value(1);
-  ExpectRefused(signal, grpc::StatusCode::UNIMPLEMENTED, "options.signal");
+  signal.mutable_options()->add_signal()->set_id(id);
+  ExpectRefused(signal, grpc::StatusCode::INVALID_ARGUMENT, "tessera-session-bin");
   v1::GemmRequest reply_when = InlineRequest();
   reply_when.mutable_options()->set_reply_when(v1::REPLY_WHEN_ENQUEUED);
-  ExpectRefused(reply_when, grpc::StatusCode::UNIMPLEMENTED, "options.reply_when");
+  ExpectRefused(reply_when, grpc::StatusCode::INVALID_ARGUMENT, "options.reply_when");
   v1::GemmRequest completed = InlineRequest();
   completed.mutable_options()->set_reply_when(v1::REPLY_WHEN_COMPLETED);
   EXPECT_TRUE(Call(completed).ok());

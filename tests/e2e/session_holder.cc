@@ -1,5 +1,5 @@
-// Opens a session as the user and on the lease that it is told, allocates buffers, starts a call if it is told to, says
-// so and waits to be killed: a client whose end a test can choose.
+// Opens a session as the user and on the lease that it is told, allocates buffers, creates a timeline and starts calls
+// if it is told to, says so and waits to be killed: a client whose end a test can choose.
 
 #include <unistd.h>
 
@@ -23,6 +23,7 @@ struct Options {
   std::uint64_t bytes = kSlowProduct.BufferBytes();
   int buffers = 1;
   int calls = 0;
+  bool timeline = false;  // for all of the user's sessions, too
 };
 
 int Fail(const absl::Status& status) {
@@ -39,6 +40,17 @@ absl::StatusOr<std::string> Allocate(client::ClientCore& core, const std::string
   const absl::Status status = client::FromGrpc(core.memory->AllocateBuffer(&context, request, &reply));
   if (!status.ok()) return status;
   return reply.buffer_id();
+}
+
+absl::StatusOr<std::string> CreateTimeline(client::ClientCore& core, const std::string& token) {
+  grpc::ClientContext context;
+  context.AddMetadata("tessera-session-bin", token);
+  v1::CreateTimelineRequest request;
+  request.set_shared_with_own(true);
+  v1::CreateTimelineReply reply;
+  const absl::Status status = client::FromGrpc(core.memory->CreateTimeline(&context, request, &reply));
+  if (!status.ok()) return status;
+  return reply.timeline_id();
 }
 
 void Compute(client::ClientCore& core, const std::string& token, const std::string& buffer) {
@@ -71,6 +83,12 @@ int Run(const Options& options) {
     buffer = *allocated;
   }
   for (int i = 0; i < options.calls; ++i) std::thread([&] { Compute(**core, token, buffer); }).detach();
+  if (options.timeline) {
+    const auto timeline = CreateTimeline(**core, token);
+    if (!timeline.ok()) return Fail(timeline.status());
+    for (const char byte : *timeline) std::printf("%02x", static_cast<unsigned char>(byte));
+    std::printf("\n");
+  }
   std::printf("holding\n");
   std::fflush(stdout);
   while (true) ::pause();
@@ -89,6 +107,7 @@ int main(int argc, char** argv) {
   app.add_option("--bytes", options.bytes);
   app.add_option("--buffers", options.buffers);
   app.add_option("--calls", options.calls);
+  app.add_flag("--timeline", options.timeline, "Creates one and writes its id in hexadecimal.");
   CLI11_PARSE(app, argc, argv);
   return tessera::e2e::Run(options);
 }

@@ -229,7 +229,7 @@ TEST_F(BadStreamTest, ARefusedRequestIsNamedAndTheNextIsRight) {
                [](v1::GemmRequest& request) { request.mutable_options()->set_backend(static_cast<v1::Backend>(99)); },
                StatusCode::INVALID_ARGUMENT, "submission.options.backend: "},
               {"stream", [](v1::GemmRequest& request) { request.mutable_options()->set_stream("s"); },
-               StatusCode::UNIMPLEMENTED, "submission.options.stream: "}};
+               StatusCode::INVALID_ARGUMENT, "submission.options.stream: "}};
   StubStream stream = Open();
   for (const GoodCall& good : {operands_->Plain(), inlined}) {
     for (const auto& row : rows) {
@@ -246,7 +246,7 @@ TEST_F(BadStreamTest, ARefusedRequestIsNamedAndTheNextIsRight) {
   EXPECT_TRUE(Eventually(10s, [this] { return Answers("OK") == 1; })) << "refusals are no end of the call";
 }
 
-TEST_F(BadStreamTest, ASubmissionHasOneOperation) {
+TEST_F(BadStreamTest, ASubmissionHasOperationsUpToALimit) {
   const GoodCall good = operands_->Inline();
   StubStream stream = Open();
   v1::StreamRequest none;
@@ -256,9 +256,14 @@ TEST_F(BadStreamTest, ASubmissionHasOneOperation) {
   ExpectRefusedInTheMiddle(stream, good, none, StatusCode::INVALID_ARGUMENT, "submission.ops: ");
   none.mutable_submission()->add_ops();
   ExpectRefusedInTheMiddle(stream, good, none, StatusCode::INVALID_ARGUMENT, "submission.ops[0]: ");
-  v1::StreamRequest two = Wrapped(2, good.request);
-  *two.mutable_submission()->add_ops() = two.submission().ops(0);
-  ExpectRefusedInTheMiddle(stream, good, two, StatusCode::UNIMPLEMENTED, "submission.ops: ", "2");
+  v1::StreamRequest many = Wrapped(2, good.request);
+  for (int i = 1; i < 64; ++i) *many.mutable_submission()->add_ops() = many.submission().ops(0);
+  stream.Write(many);
+  const v1::StreamReply reply = stream.Read();
+  EXPECT_EQ(reply.code(), 0) << reply.message();
+  EXPECT_EQ(reply.results_size(), 64);
+  *many.mutable_submission()->add_ops() = many.submission().ops(0);
+  ExpectRefusedInTheMiddle(stream, good, many, StatusCode::INVALID_ARGUMENT, "submission.ops: ", "65; at most 64");
   stream.ExpectGoodEnd();
 }
 

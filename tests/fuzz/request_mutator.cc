@@ -102,10 +102,13 @@ class Mutator {
       case 1:
         return options.set_profile(!options.profile());
       case 2:
-        return options.set_stream("s");
-      case 3:
-        options.add_wait()->set_value(1);
+        return options.set_stream(OneIn(2) ? "s" : "0123456789abcdef");
+      case 3: {
+        v1::SyncPoint& point = OneIn(2) ? *options.add_wait() : *options.add_signal();
+        if (!OneIn(4)) point.set_id("0123456789abcdef");
+        point.set_value(Below(3));
         return;
+      }
       case 4:
         return options.Clear();
       default:

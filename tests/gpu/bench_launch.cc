@@ -6,6 +6,7 @@
 #include <chrono>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -52,7 +53,7 @@ class Submission {
         executor_(std::move(opened.devices), kernels::Backend::kCuda, {.queue_max = 16, .queue_per_session_max = 16},
                   metrics_),
         sessions_(/*epoch=*/1, {.sessions_max = 1, .leases_max = 1}, metrics_, reaper_,
-                  [this] { return executor_.MakeLane(); }),
+                  [this](server::StreamPriority priority) { return executor_.MakeLane(priority); }),
         space_(server::MemorySpace::Gpu(gpu_memory_->uuid())),
         gemm_(gemm) {}
 
@@ -77,17 +78,14 @@ class Submission {
       Clock::time_point time;
       std::atomic<bool> there{false};
     } answer;
-    server::Operation operation{
-        .gemm = {.problem = gemm_.Problem(), .params = gemm_.params(), .space = space_, .pins = {}},
-        .session = session_,
-        .backend = kernels::Backend::kCuda,
-        .still_wanted = [] { return absl::OkStatus(); },
-        .done =
-            [&answer](const absl::Status& status, const server::OperationReport&) {
-              answer.time = Clock::now();
-              answer.status = status;
-              answer.there.store(true, std::memory_order_release);
-            }};
+    server::Submission operation{.session = session_, .backend = kernels::Backend::kCuda};
+    operation.ops.push_back({.problem = gemm_.Problem(), .params = gemm_.params(), .space = space_, .pins = {}});
+    operation.still_wanted = [] { return absl::OkStatus(); };
+    operation.done = [&answer](const absl::Status& status, std::span<const server::OperationReport>) {
+      answer.time = Clock::now();
+      answer.status = status;
+      answer.there.store(true, std::memory_order_release);
+    };
     const Clock::time_point start = Clock::now();
     executor_.Submit(std::move(operation));
     while (!answer.there.load(std::memory_order_acquire)) {

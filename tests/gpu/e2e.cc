@@ -217,7 +217,7 @@ class EnvironmentRun {
 
   // How long memory lives, where process numbers are everybody's.
   void RunLifetimes() {
-    for (const char* const job : {"sub-buffers", "reused-address", "released-running", "shared", "producer"}) {
+    for (const char* const job : {"sub-buffers", "reused-address", "released-running", "shared", "order", "producer"}) {
       RunJob(job);
     }
     RunJob("import-cycles", {}, environment_.mps ? kCyclesWithMps : kCycles);

@@ -112,6 +112,7 @@ const std::map<std::string, Job, std::less<>>& Jobs() {
       {"released-running", RunReleasedRunning},
       {"sub-buffers", RunSubBuffers},
       {"shared", RunShared},
+      {"order", RunOrder},
       {"guest", RunGuest},
       {"producer", RunProducer},
   };

@@ -27,6 +27,7 @@ namespace tessera::gpu_test {
 //   sub-buffers       buffers inside one allocation show their own bytes
 //   shared            another process's session uses a buffer for as long as it is shared, and no longer
 //   guest             that other process, with a board
+//   order             chains of products over streams and timelines, in one submission, answered when launched
 //   producer          a kernel of this process writes what a product reads
 bool IsLifetimeJob(std::string_view job);
 absl::StatusOr<std::vector<Row>> RunLifetimeJob(const ClientJob& job);
@@ -44,6 +45,7 @@ absl::Status RunImportCycles(const ClientJob& job, Row& row);
 absl::Status RunReusedAddress(const ClientJob& job, Row& row);
 absl::Status RunReleasedRunning(const ClientJob& job, Row& row);
 absl::Status RunShared(const ClientJob& job, Row& row);
+absl::Status RunOrder(const ClientJob& job, Row& row);
 absl::Status RunGuest(const ClientJob& job, Row& row);
 
 // What they have in common.

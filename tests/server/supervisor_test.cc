@@ -139,9 +139,7 @@ struct Stage {
 };
 
 class SupervisorTest : public ::testing::Test {
- protected:
-  using DaemonMain = std::function<int(const Succession&)>;
-
+ public:
   SupervisorTest() {
     void* page = ::mmap(nullptr, sizeof(Stage), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     EXPECT_NE(page, MAP_FAILED);
@@ -156,6 +154,9 @@ class SupervisorTest : public ::testing::Test {
     if (stage_->daemon > 0 && Runs(stage_->daemon)) ::kill(stage_->daemon, SIGKILL);  // a test has failed
     ::munmap(stage_, sizeof(Stage));
   }
+
+ protected:
+  using DaemonMain = std::function<int(const Succession&)>;
 
   // Runs a supervisor, in a process of its own, over daemons that number themselves from 0.
   void Run(

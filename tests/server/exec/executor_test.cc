@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <thread>
 #include <utility>
@@ -68,11 +69,12 @@ class Product {
   explicit Product(const oracle::GemmCase& gemm_case, std::uint64_t seed = 1)
       : case_(gemm_case), problem_(gemm_case, seed) {}
 
-  Operation Make(std::shared_ptr<Session> session) {
-    Operation operation;
+  Submission Make(std::shared_ptr<Session> session) {
+    Submission operation;
+    operation.ops.resize(1);
     const kernels::GemmParams& params = problem_.params();
-    operation.gemm.params = params;
-    operation.gemm.problem = {
+    operation.ops[0].params = params;
+    operation.ops[0].problem = {
         .gemm_class = {.a = case_.a,
                        .b = case_.b,
                        .out = case_.d,
@@ -83,11 +85,11 @@ class Product {
         .k = params.k};
     operation.session = std::move(session);
     operation.still_wanted = [] { return absl::OkStatus(); };
-    operation.done = [this](const absl::Status& status, const OperationReport& report) {
+    operation.done = [this](const absl::Status& status, std::span<const OperationReport> reports) {
       const std::lock_guard<std::mutex> lock(mutex_);
       ++calls_;
       status_ = status;
-      report_ = report;
+      report_ = reports.front();
       finished_.notify_all();
     };
     return operation;
@@ -185,7 +187,7 @@ class ExecutorTest : public ::testing::Test {
 
   // Submits an operation that holds its session's stream until `gate` opens, and waits until it does.
   void Block(Product& product, Gate& gate, std::shared_ptr<Session> session) {
-    Operation operation = product.Make(std::move(session));
+    Submission operation = product.Make(std::move(session));
     operation.still_wanted = [&gate] { return gate.Pass(); };
     executor_->Submit(std::move(operation));
     ASSERT_TRUE(gate.AwaitArrival());
@@ -202,7 +204,7 @@ class ExecutorTest : public ::testing::Test {
                        .session_buffer_bytes_max = 1U << 24U},
                       metrics_,
                       reaper_,
-                      [this] { return executor_->MakeLane(); }};
+                      [this](StreamPriority priority) { return executor_->MakeLane(priority); }};
 };
 
 TEST_F(ExecutorTest, ProductsAreRightAndReported) {
@@ -233,13 +235,13 @@ TEST_F(ExecutorTest, PinsAreGoneBeforeTheAnswer) {
   const auto users = [this] { return table_.ListBuffers([](const Peer&) { return true; }).rows[0].users; };
   Gate gate;
   Product product(Queued());
-  Operation operation = product.Make(session);
-  operation.gemm.pins.push_back(*table_.PinBuffer(*session, buffer->id, BufferAccess::kRead));
+  Submission operation = product.Make(session);
+  operation.ops[0].pins.push_back(*table_.PinBuffer(*session, buffer->id, BufferAccess::kRead));
   operation.still_wanted = [&gate] { return gate.Pass(); };
   std::uint32_t users_at_answer = 99;
-  operation.done = [&, done = operation.done](const absl::Status& status, const OperationReport& report) {
+  operation.done = [&, done = operation.done](const absl::Status& status, std::span<const OperationReport> reports) {
     users_at_answer = users();
-    done(status, report);
+    done(status, reports);
   };
   executor_->Submit(std::move(operation));
   ASSERT_TRUE(gate.AwaitArrival());
@@ -308,7 +310,7 @@ TEST_F(ExecutorTest, QueueOfAPrincipalIsBounded) {
   Product running(Queued()), waiting(Queued()), free(Queued());
   Block(running, gate, first);
   executor_->Submit(waiting.Make(first));
-  Operation without_session = free.Make(nullptr);
+  Submission without_session = free.Make(nullptr);
   without_session.account = account;
   without_session.still_wanted = [&free_gate] { return free_gate.Pass(); };
   executor_->Submit(std::move(without_session));
@@ -316,7 +318,7 @@ TEST_F(ExecutorTest, QueueOfAPrincipalIsBounded) {
 
   Product refused(Queued()), refused_free(Small()), of_nobody(Queued()), of_other(Queued());
   executor_->Submit(refused.Make(second));
-  Operation too_much = refused_free.Make(nullptr);
+  Submission too_much = refused_free.Make(nullptr);
   too_much.account = account;
   executor_->Submit(std::move(too_much));
   for (Product* product : {&refused, &refused_free}) {
@@ -355,19 +357,19 @@ TEST_F(ExecutorTest, OneSessionRunsInOrder) {
   std::vector<std::unique_ptr<Product>> products;
   for (int i = 0; i < 50; ++i) {
     products.push_back(std::make_unique<Product>(i % 2 == 0 ? Small() : Queued()));
-    Operation operation = products.back()->Make(session);
+    Submission operation = products.back()->Make(session);
     operation.still_wanted = [&mutex, &started, i] {
       const std::lock_guard<std::mutex> lock(mutex);
       started.push_back(i);
       return absl::OkStatus();
     };
     operation.done = [&mutex, &finished, i, done = operation.done](const absl::Status& status,
-                                                                   const OperationReport& report) {
+                                                                   std::span<const OperationReport> reports) {
       {
         const std::lock_guard<std::mutex> lock(mutex);
         finished.push_back(i);
       }
-      done(status, report);
+      done(status, reports);
     };
     executor_->Submit(std::move(operation));
     expected.push_back(i);
@@ -381,7 +383,7 @@ TEST_F(ExecutorTest, OneSessionRunsInOrder) {
 TEST_F(ExecutorTest, SmallOperationsRunOnTheCaller) {
   for (const bool with_session : {false, true}) {
     Product product(Small());
-    Operation operation = product.Make(with_session ? OpenSession() : nullptr);
+    Submission operation = product.Make(with_session ? OpenSession() : nullptr);
     std::thread::id ran_on;
     operation.still_wanted = [&ran_on] {
       ran_on = std::this_thread::get_id();
@@ -398,7 +400,7 @@ TEST_F(ExecutorTest, SmallOperationsRunOnTheCaller) {
 
 TEST_F(ExecutorTest, WorkOfAnEmptyInnerDimensionIsNotSmall) {
   Product product({.m = 200, .n = 200, .k = 0});
-  Operation operation = product.Make(OpenSession());
+  Submission operation = product.Make(OpenSession());
   std::thread::id ran_on;
   operation.still_wanted = [&ran_on] {
     ran_on = std::this_thread::get_id();
@@ -414,10 +416,10 @@ TEST_F(ExecutorTest, WorkOfAnEmptyInnerDimensionIsNotSmall) {
 TEST_F(ExecutorTest, AnAnswerMaySubmitTheNextOperation) {
   const std::shared_ptr<Session> session = OpenSession();
   Product first(Small()), second(Small());
-  Operation operation = first.Make(session);
-  operation.done = [&, done = operation.done](const absl::Status& status, const OperationReport& report) {
+  Submission operation = first.Make(session);
+  operation.done = [&, done = operation.done](const absl::Status& status, std::span<const OperationReport> reports) {
     executor_->Submit(second.Make(session));
-    done(status, report);
+    done(status, reports);
   };
   executor_->Submit(std::move(operation));
   EXPECT_TRUE(first.Await().ok());
@@ -451,7 +453,7 @@ TEST_F(ExecutorTest, ALongQueueDoesNotKeepOtherSessionsWaiting) {
   std::mutex mutex;
   std::string order;
   const auto submit = [&](Product& product, const std::shared_ptr<Session>& session, char name) {
-    Operation operation = product.Make(session);
+    Submission operation = product.Make(session);
     operation.still_wanted = [&mutex, &order, name] {
       const std::lock_guard<std::mutex> lock(mutex);
       order += name;
@@ -541,15 +543,15 @@ TEST_F(ExecutorTest, WantedWorkKeepsItsOrderWhereUnwantedIsDropped) {
   std::vector<std::unique_ptr<Product>> products;
   for (int i = 0; i < 20; ++i) {
     products.push_back(std::make_unique<Product>(Queued()));
-    Operation operation = products.back()->Make(session);
+    Submission operation = products.back()->Make(session);
     if (i % 2 == 1) operation.still_wanted = [] { return absl::DeadlineExceededError("too late"); };
     operation.done = [&mutex, &finished, i, done = operation.done](const absl::Status& status,
-                                                                   const OperationReport& report) {
+                                                                   std::span<const OperationReport> reports) {
       {
         const std::lock_guard<std::mutex> lock(mutex);
         if (status.ok()) finished.push_back(i);
       }
-      done(status, report);
+      done(status, reports);
     };
     executor_->Submit(std::move(operation));
   }
@@ -580,7 +582,7 @@ TEST_F(ExecutorTest, StreamGoesOnAfterAllOfItsWorkWasDropped) {
   Block(running, gate, busy);  // the only thread
   for (int round = 0; round < 3; ++round) {
     Product dropped(Queued());
-    Operation operation = dropped.Make(session);
+    Submission operation = dropped.Make(session);
     operation.still_wanted = [] { return absl::CancelledError("not wanted"); };
     executor_->Submit(std::move(operation));
     session->lane()->DropUnwanted();
@@ -607,7 +609,7 @@ TEST_F(ExecutorTest, DroppingWhileOthersSubmitAnswersEverybodyOnce) {
   std::vector<std::unique_ptr<Product>> products;
   for (int i = 0; i < 400; ++i) {
     products.push_back(std::make_unique<Product>(Queued()));
-    Operation operation = products.back()->Make(session);
+    Submission operation = products.back()->Make(session);
     if (i % 3 == 0) operation.still_wanted = [] { return absl::CancelledError("not wanted"); };
     executor_->Submit(std::move(operation));
     if (i >= 90) products[i - 90]->Await().IgnoreError();  // within the session's queue
@@ -626,7 +628,7 @@ TEST_F(ExecutorTest, DeadlineAndCancelAreHonouredBeforeTheLaunch) {
   const std::shared_ptr<Session> session = OpenSession();
   for (const StatusCode code : {StatusCode::kDeadlineExceeded, StatusCode::kCancelled}) {
     Product dropped(Queued()), next(Queued());
-    Operation operation = dropped.Make(session);
+    Submission operation = dropped.Make(session);
     operation.still_wanted = [code] { return absl::Status(code, "not wanted"); };
     executor_->Submit(std::move(operation));
     executor_->Submit(next.Make(session));
@@ -660,7 +662,7 @@ TEST_F(ExecutorTest, DrainingRefusesNewWorkAndWaitsForOld) {
 TEST_F(ExecutorTest, NamedBackendsAreStrict) {
   for (const kernels::Backend backend : {kernels::Backend::kCuda, kernels::Backend::kVendor}) {
     Product product(Queued());
-    Operation operation = product.Make(nullptr);
+    Submission operation = product.Make(nullptr);
     operation.backend = backend;
     executor_->Submit(std::move(operation));
     EXPECT_EQ(product.calls(), 1);
@@ -669,7 +671,7 @@ TEST_F(ExecutorTest, NamedBackendsAreStrict) {
     product.ExpectUntouched();
   }
   Product product(Queued());
-  Operation operation = product.Make(nullptr);
+  Submission operation = product.Make(nullptr);
   operation.backend = kernels::Backend::kCpu;
   executor_->Submit(std::move(operation));
   EXPECT_TRUE(product.Await().ok());

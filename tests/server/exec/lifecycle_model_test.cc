@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <random>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -472,14 +473,16 @@ class Model {
     auto d = std::make_shared<BufferPin>(*world_.table.PinBuffer(*found, ids[2], BufferAccess::kReadWrite));
     model.spoiled = !WrittenBy(key, model.buffers[2]);
     if (model.spoiled) SpoilOutput((*d)->data());
-    Operation operation{.gemm = *std::move(bound), .session = found, .backend = std::nullopt};
+    Submission operation{.session = found};
+    operation.ops.push_back(*std::move(bound));
     model.opened = !gated;
     operation.still_wanted = [gated, gate = model.gate, cancelled = model.cancelled] {
       if (*cancelled) return absl::CancelledError("by its client");
       return gated ? gate->Pass() : absl::OkStatus();
     };
     operation.done = [answer = model.answer, d, spoiled = model.spoiled, extent, a = buffers_.at(model.buffers[0]).seed,
-                      b = buffers_.at(model.buffers[1]).seed](const absl::Status& status, const OperationReport&) {
+                      b = buffers_.at(model.buffers[1]).seed](const absl::Status& status,
+                                                              std::span<const OperationReport>) {
       const bool right = status.ok() ? IsProduct(a, b, extent, (*d)->data()) : !spoiled || IsSpoiled((*d)->data());
       *d = BufferPin();
       answer->Give(right ? status : absl::DataLossError("wrong output"));
@@ -564,10 +567,11 @@ class Model {
     auto bound = BindGemm(call, world_.Scope(nullptr, &d));
     ASSERT_TRUE(bound.ok()) << bound.status();
     Answer answer;
-    Operation operation{.gemm = *std::move(bound), .session = nullptr, .backend = std::nullopt};
+    Submission operation{.session = nullptr};
+    operation.ops.push_back(*std::move(bound));
     operation.account = world_.table.AccountOf(PeerOf(principal));
     operation.still_wanted = [] { return absl::OkStatus(); };
-    operation.done = [&answer](const absl::Status& status, const OperationReport&) { answer.Give(status); };
+    operation.done = [&answer](const absl::Status& status, std::span<const OperationReport>) { answer.Give(status); };
     const bool fits = InFlight() < kQueueMax && InFlight(principal) < kQueueOfPrincipalMax;
     world_.executor->Submit(std::move(operation));
     ASSERT_EQ(answer.Await().code(), fits ? StatusCode::kOk : StatusCode::kResourceExhausted) << answer.Await();

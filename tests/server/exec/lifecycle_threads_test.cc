@@ -12,6 +12,7 @@
 #include <optional>
 #include <random>
 #include <set>
+#include <span>
 #include <string>
 #include <thread>
 #include <utility>
@@ -222,15 +223,16 @@ class Client {
     shared_.Expect("BindGemm", bound.status(), {StatusCode::kNotFound, StatusCode::kPermissionDenied});
     auto pin = table_.PinBuffer(*session_, d_id, BufferAccess::kReadWrite);
     if (!bound.ok() || !pin.ok()) return;
-    Operation operation{.gemm = *std::move(bound), .session = session_, .backend = std::nullopt};
+    Submission operation{.session = session_};
+    operation.ops.push_back(*std::move(bound));
     const bool unwanted = Below(10) == 0;
     operation.still_wanted = [unwanted] {
       return unwanted ? absl::DeadlineExceededError("too late") : absl::OkStatus();
     };
     auto d = std::make_shared<BufferPin>(*std::move(pin));
     const auto calls = std::make_shared<std::atomic<int>>(0);
-    operation.done = [&shared = shared_, d, calls, extent, unwanted, a = a.seed, b = b.seed](const absl::Status& status,
-                                                                                             const OperationReport&) {
+    operation.done = [&shared = shared_, d, calls, extent, unwanted, a = a.seed, b = b.seed](
+                         const absl::Status& status, std::span<const OperationReport>) {
       if (++*calls != 1) shared.Wrong("answered twice");
       if (status.ok() && unwanted) shared.Wrong("computed what nobody wants");
       if (status.ok() && !IsProduct(a, b, extent, (*d)->data())) shared.Wrong("a wrong result");

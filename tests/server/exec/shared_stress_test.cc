@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <span>
 #include <string>
 #include <thread>
 #include <utility>
@@ -98,7 +99,7 @@ struct World {
                       .session_buffer_bytes_max = 1U << 24U},
                      metrics,
                      reaper,
-                     [this] { return executor->MakeLane(); }};
+                     [this](StreamPriority priority) { return executor->MakeLane(priority); }};
 
   std::atomic<int> submitted{0};
   std::atomic<int> answered{0};
@@ -159,10 +160,12 @@ class Client {
                                  .inline_bytes_max = 0,
                                  .metrics = &world_.metrics});
     ASSERT_TRUE(bound.ok()) << bound.status();
-    Operation operation{.gemm = *std::move(bound), .session = session_, .backend = std::nullopt};
+    Submission operation{.session = session_};
+    operation.ops.push_back(*std::move(bound));
     operation.still_wanted = [] { return absl::OkStatus(); };
     auto d = std::make_shared<BufferPin>(std::move(pins[2]));
-    operation.done = [&world = world_, d = std::move(d), extent](const absl::Status& status, const OperationReport&) {
+    operation.done = [&world = world_, d = std::move(d), extent](const absl::Status& status,
+                                                                 std::span<const OperationReport>) {
       Judge(world, status, *d, extent);
     };
     ++world_.submitted;

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <chrono>
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -299,6 +300,53 @@ TEST(DecodeOptionsTest, DefaultsAndBackends) {
   }
 }
 
+void AddPoint(google::protobuf::RepeatedPtrField<v1::SyncPoint>& points, std::uint64_t value) {
+  v1::SyncPoint& point = *points.Add();
+  point.set_id("0123456789abcdef");
+  point.set_value(value);
+}
+
+TEST(DecodeOptionsTest, OrderArrives) {
+  v1::SubmitOptions options;
+  auto decoded = DecodeOptions(options);
+  ASSERT_TRUE(decoded.ok()) << decoded.status();
+  EXPECT_FALSE(decoded->stream.has_value());
+  EXPECT_TRUE(decoded->wait.empty());
+  EXPECT_TRUE(decoded->signal.empty());
+  EXPECT_FALSE(decoded->answer_when_launched);
+  EXPECT_EQ(decoded->timeout.count(), 0);
+  options.set_stream("fedcba9876543210");
+  for (int i = 0; i < kSyncPointsMax; ++i) AddPoint(*options.mutable_wait(), 100 + static_cast<std::uint64_t>(i));
+  AddPoint(*options.mutable_signal(), std::numeric_limits<std::uint64_t>::max());
+  AddPoint(*options.mutable_signal(), 0);
+  options.set_reply_when(v1::REPLY_WHEN_ENQUEUED);
+  options.set_timeout_ms(1'500);
+  decoded = DecodeOptions(options);
+  ASSERT_TRUE(decoded.ok()) << decoded.status();
+  ASSERT_TRUE(decoded->stream.has_value());
+  EXPECT_EQ(decoded->stream->Bytes(), "fedcba9876543210");
+  ASSERT_EQ(decoded->wait.size(), 16U);
+  EXPECT_EQ(decoded->wait[0].id.Bytes(), "0123456789abcdef");
+  EXPECT_EQ(decoded->wait[15].value, 115U);
+  ASSERT_EQ(decoded->signal.size(), 2U);
+  EXPECT_EQ(decoded->signal[0].value, std::numeric_limits<std::uint64_t>::max());
+  EXPECT_EQ(decoded->signal[1].value, 0U);
+  EXPECT_TRUE(decoded->answer_when_launched);
+  EXPECT_EQ(decoded->timeout, std::chrono::milliseconds(1'500));
+  options.set_reply_when(v1::REPLY_WHEN_COMPLETED);
+  EXPECT_FALSE(DecodeOptions(options)->answer_when_launched);
+}
+
+// Added to the clock's time, it must not pass its end.
+TEST(DecodeOptionsTest, TheLongestTimeoutIsStillInTheFuture) {
+  v1::SubmitOptions options;
+  options.set_timeout_ms(std::numeric_limits<std::uint64_t>::max());
+  const auto decoded = DecodeOptions(options);
+  ASSERT_TRUE(decoded.ok()) << decoded.status();
+  const auto now = std::chrono::steady_clock::now();
+  EXPECT_GT(now + decoded->timeout, now + std::chrono::hours(24));
+}
+
 TEST(DecodeOptionsTest, BadFieldsAreNamed) {
   const struct {
     const char* what;
@@ -306,11 +354,36 @@ TEST(DecodeOptionsTest, BadFieldsAreNamed) {
     StatusCode code;
     const char* begins;
   } rows[] = {
-      {"stream", [](v1::SubmitOptions& o) { o.set_stream("s"); }, StatusCode::kUnimplemented, "options.stream: "},
-      {"wait", [](v1::SubmitOptions& o) { o.add_wait(); }, StatusCode::kUnimplemented, "options.wait: "},
-      {"signal", [](v1::SubmitOptions& o) { o.add_signal(); }, StatusCode::kUnimplemented, "options.signal: "},
-      {"enqueued", [](v1::SubmitOptions& o) { o.set_reply_when(v1::REPLY_WHEN_ENQUEUED); }, StatusCode::kUnimplemented,
-       "options.reply_when: "},
+      {"stream of 15 bytes", [](v1::SubmitOptions& o) { o.set_stream("0123456789abcde"); }, kInvalid,
+       "options.stream: "},
+      {"stream of 17 bytes", [](v1::SubmitOptions& o) { o.set_stream("0123456789abcdefg"); }, kInvalid,
+       "options.stream: "},
+      {"wait without an id", [](v1::SubmitOptions& o) { o.add_wait()->set_value(1); }, kInvalid,
+       "options.wait[0].id: "},
+      {"signal without an id", [](v1::SubmitOptions& o) { o.add_signal()->set_value(1); }, kInvalid,
+       "options.signal[0].id: "},
+      {"second wait of 15 bytes",
+       [](v1::SubmitOptions& o) {
+         AddPoint(*o.mutable_wait(), 1);
+         o.add_wait()->set_id("0123456789abcde");
+       },
+       kInvalid, "options.wait[1].id: "},
+      {"second signal of 17 bytes",
+       [](v1::SubmitOptions& o) {
+         AddPoint(*o.mutable_signal(), 1);
+         o.add_signal()->set_id("0123456789abcdefg");
+       },
+       kInvalid, "options.signal[1].id: "},
+      {"17 waits",
+       [](v1::SubmitOptions& o) {
+         for (int i = 0; i <= kSyncPointsMax; ++i) AddPoint(*o.mutable_wait(), 1);
+       },
+       kInvalid, "options.wait: "},
+      {"17 signals",
+       [](v1::SubmitOptions& o) {
+         for (int i = 0; i <= kSyncPointsMax; ++i) AddPoint(*o.mutable_signal(), 1);
+       },
+       kInvalid, "options.signal: "},
       {"reply_when 250", [](v1::SubmitOptions& o) { o.set_reply_when(static_cast<v1::ReplyWhen>(250)); }, kInvalid,
        "options.reply_when: "},
       {"reply_when -1", [](v1::SubmitOptions& o) { o.set_reply_when(static_cast<v1::ReplyWhen>(-1)); }, kInvalid,

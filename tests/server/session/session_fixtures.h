@@ -42,9 +42,10 @@ class IdleLane : public SessionLane {
  public:
   void DropUnwanted() override {}
   std::int64_t in_flight() const override { return 0; }
+  std::int64_t gated() const override { return 0; }
 };
 
-inline std::shared_ptr<SessionLane> MakeIdleLane() {
+inline std::shared_ptr<SessionLane> MakeIdleLane(StreamPriority /*priority*/) {
   return std::make_shared<IdleLane>();
 }
 

@@ -89,7 +89,8 @@ class SessionTableTest : public ::testing::Test {
   std::atomic<int> lanes_{0};
   Metrics metrics_{MetricsOptions{.version = "test", .variants = {}}};
   Reaper reaper_{std::chrono::seconds(10), metrics_};
-  SessionTable table_{kEpoch, kLimits, metrics_, reaper_, [this] { return std::make_shared<CountedLane>(lanes_); }};
+  SessionTable table_{kEpoch, kLimits, metrics_, reaper_,
+                      [this](StreamPriority /*priority*/) { return std::make_shared<CountedLane>(lanes_); }};
 };
 
 TEST_F(SessionTableTest, IdsSurviveTheWire) {

@@ -51,6 +51,7 @@ class WatchedLane : public SessionLane {
     ++drops_;
   }
   std::int64_t in_flight() const override { return in_flight_; }
+  std::int64_t gated() const override { return 0; }
 
   void BlockAt(Turnstile* blocks) { blocks_ = blocks; }
   void SetInFlight(std::int64_t operations) { in_flight_ = operations; }
@@ -69,7 +70,8 @@ class TableTest : public ::testing::Test {
   using Clock = SessionTable::Clock;
 
   explicit TableTest(const SessionLimits& limits = RoomyLimits())
-      : table_(7, limits, metrics_, reaper_, [] { return std::make_shared<WatchedLane>(); }, {&gpu_}) {}
+      : table_(7, limits, metrics_, reaper_,
+               [](StreamPriority /*priority*/) { return std::make_shared<WatchedLane>(); }, {&gpu_}) {}
 
   Id Lease(const Peer& peer, LeaseKind kind = LeaseKind::kSideChannel) {
     auto lease = table_.OpenLease(peer, kind);

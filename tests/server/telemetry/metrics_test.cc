@@ -66,8 +66,8 @@ TEST(MetricsTest, EverySeriesIsThereAtZeroBeforeAnyEvent) {
     }
   }
   EXPECT_TRUE(samples.contains("tessera_build_info{version=\"1.2.3\"}"));
-  EXPECT_EQ(CountOf(samples, "tessera_rpcs_total{"), 17 * 17);
-  EXPECT_EQ(CountOf(samples, "tessera_operations_total{"), 3 * 4);
+  EXPECT_EQ(CountOf(samples, "tessera_rpcs_total{"), 23 * 17);
+  EXPECT_EQ(CountOf(samples, "tessera_operations_total{"), 3 * 5);
   EXPECT_EQ(CountOf(samples, "tessera_isolation_mode{"), 3);
   EXPECT_EQ(CountOf(samples, "tessera_buffers{"), 2);
   EXPECT_EQ(CountOf(samples, "tessera_planner_decisions_total{"), 5);
@@ -75,9 +75,10 @@ TEST(MetricsTest, EverySeriesIsThereAtZeroBeforeAnyEvent) {
   EXPECT_EQ(CountOf(samples, "tessera_session_ends_total{"), 5);
   EXPECT_EQ(CountOf(samples, "tessera_leases{"), 3);
   EXPECT_EQ(CountOf(samples, "tessera_side_messages_total{"), 3);
-  EXPECT_EQ(CountOf(samples, "tessera_refused_total{"), 16);
-  EXPECT_EQ(CountOf(samples, "tessera_rpc_seconds_bucket{"), 17 * 23);
+  EXPECT_EQ(CountOf(samples, "tessera_refused_total{"), 18);
+  EXPECT_EQ(CountOf(samples, "tessera_rpc_seconds_bucket{"), 23 * 23);
   EXPECT_EQ(CountOf(samples, "tessera_run_seconds_count{"), 3);
+  EXPECT_EQ(CountOf(samples, "tessera_gate_seconds_count{"), 1);
   EXPECT_EQ(CountOf(samples, "tessera_gpu_"), 0);
 }
 
@@ -175,6 +176,31 @@ TEST(MetricsTest, AnOperationThatNeverRanLeavesNoFlopsAndNoRunTime) {
   EXPECT_EQ(samples["tessera_flops_total{backend=\"cpu\",op=\"gemm\"}"], 0);
   EXPECT_EQ(samples["tessera_run_seconds_count{backend=\"cpu\",op=\"gemm\"}"], 0);
   EXPECT_EQ(samples["tessera_queue_seconds_count{op=\"gemm\"}"], 1);
+}
+
+TEST(MetricsTest, OperationsHeldBackAndWhatTheyWaitFor) {
+  EXPECT_THAT(ChangesOf([](Metrics& metrics) {
+                metrics.OperationsGated(5);
+                metrics.OperationsUngated(3);
+                metrics.GateTime(OpFamily::kGemm, 7);
+                metrics.SetSyncs(9, 9);
+                metrics.SetSyncs(4, 6);
+              }),
+              testing::UnorderedElementsAre(testing::Pair("tessera_gated", 2), testing::Pair("tessera_streams", 4),
+                                            testing::Pair("tessera_timelines", 6),
+                                            testing::Pair("tessera_gate_seconds_count{op=\"gemm\"}", 1),
+                                            testing::Pair("tessera_gate_seconds_sum{op=\"gemm\"}", 7),
+                                            testing::Pair("tessera_gate_seconds_bucket{op=\"gemm\",le=\"10\"}", 1),
+                                            testing::Pair("tessera_gate_seconds_bucket{op=\"gemm\",le=\"+Inf\"}", 1)));
+}
+
+TEST(MetricsTest, AnAbortedOperationIsNoneThatFailed) {
+  const Samples changes = ChangesOf([](Metrics& metrics) {
+    metrics.OperationAccepted();
+    metrics.OperationFinished({.outcome = OperationOutcome::kAborted});
+  });
+  EXPECT_EQ(changes.count("tessera_operations_total{backend=\"cpu\",op=\"gemm\",outcome=\"aborted\"}"), 1);
+  EXPECT_EQ(CountOf(changes, "tessera_operations_total{"), 1);
 }
 
 TEST(MetricsTest, SessionsBuffersAndTheSideChannel) {
@@ -352,7 +378,7 @@ TEST(MetricsTest, MarkdownListsEveryMetricAndVocabulary) {
     EXPECT_NE(markdown.find("| `" + metric + "` |"), std::string::npos) << metric;
   }
   EXPECT_NE(markdown.find("| `tessera_run_seconds` | histogram | op, backend |"), std::string::npos);
-  EXPECT_NE(markdown.find("| `outcome` | ok, failed, cancelled, expired |"), std::string::npos);
+  EXPECT_NE(markdown.find("| `outcome` | ok, failed, cancelled, expired, aborted |"), std::string::npos);
   EXPECT_NE(markdown.find("| `backend` | cpu, cuda, vendor |"), std::string::npos);
 }
 
