@@ -51,14 +51,6 @@ struct Caller {
   }
 };
 
-void SetTensor(const std::string& buffer_id, std::uint64_t byte_offset, v1::Tensor& tensor) {
-  tensor.set_buffer_id(buffer_id);
-  tensor.set_byte_offset(byte_offset);
-  tensor.set_dtype(v1::DTYPE_BF16);
-  tensor.add_shape(16);
-  tensor.add_shape(16);
-}
-
 // What one side of the comparison needs: callers, and for the daemon the sessions behind them.
 struct Side {
   std::vector<Session> sessions;

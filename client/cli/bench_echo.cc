@@ -117,6 +117,14 @@ EchoProcess::~EchoProcess() {
   ::unlink(path_.c_str());
 }
 
+void SetTensor(const std::string& buffer_id, std::uint64_t byte_offset, v1::Tensor& tensor) {
+  tensor.set_buffer_id(buffer_id);
+  tensor.set_byte_offset(byte_offset);
+  tensor.set_dtype(v1::DTYPE_BF16);
+  tensor.add_shape(16);
+  tensor.add_shape(16);
+}
+
 std::string Machine() {
   std::ifstream cpuinfo("/proc/cpuinfo");
   std::string model = "unknown processor";

@@ -4,11 +4,13 @@
 
 #include <sys/types.h>
 
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <utility>
 
 #include "absl/status/statusor.h"
+#include "tessera/v1/types.pb.h"
 
 namespace tessera::client::cli {
 
@@ -28,6 +30,9 @@ class EchoProcess {
   const pid_t pid_;
   const std::string path_;
 };
+
+// A 16x16 bf16 matrix: what the benches multiply.
+void SetTensor(const std::string& buffer_id, std::uint64_t byte_offset, v1::Tensor& tensor);
 
 std::string Machine();  // for reports: processor and threads
 

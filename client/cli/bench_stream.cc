@@ -115,14 +115,6 @@ absl::StatusOr<double> RateOf(const Side& side, int count) {
   return count / std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-void SetTensor(const std::string& buffer_id, std::uint64_t byte_offset, v1::Tensor& tensor) {
-  tensor.set_buffer_id(buffer_id);
-  tensor.set_byte_offset(byte_offset);
-  tensor.set_dtype(v1::DTYPE_BF16);
-  tensor.add_shape(16);
-  tensor.add_shape(16);
-}
-
 v1::StreamRequest RequestOn(const Buffer& buffer) {
   v1::StreamRequest request;
   v1::GemmOp& op = *request.mutable_submission()->add_ops()->mutable_gemm();

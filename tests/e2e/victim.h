@@ -24,7 +24,8 @@ inline constexpr std::array kVictimPoints = {
     VictimPoint{"importing"},           // imports and releases without a pause
     VictimPoint{"idle"},                // imported and allocated buffers
     VictimPoint{"running"},             // one slow call
-    VictimPoint{"queued", 20},          // calls behind it
+    VictimPoint{"enqueued"},            // one slow call that was answered at its launch
+    VictimPoint{"queued", 20},          // calls behind a slow one
     VictimPoint{"stream", 30},          // a stream whose answers nobody takes
     VictimPoint{"releasing"},           // waits for the release of the buffer that a running call uses
     VictimPoint{"attached", 5},         // the same as queued, on a lease of another kind
