@@ -55,9 +55,9 @@ struct ConnectOptions {
 // Multiplier on an operand: one number, or a float32 tensor ([1], [M] for A, [N] for B).
 using Scale = std::variant<float, TensorView>;
 
-// A point in the order of work: Timeline::At.
+// A point in the order of work: Timeline::At, SharedTimeline::At, ImportedEvent::Point.
 struct SyncPoint {
-  std::string timeline;  // id
+  std::string id;
   std::uint64_t value = 0;
 };
 
@@ -127,6 +127,53 @@ class Timeline {
  private:
   friend class Session;
   Timeline(std::shared_ptr<SessionCore> session, std::string id) : session_(std::move(session)), id_(std::move(id)) {}
+  std::shared_ptr<SessionCore> session_;
+  std::string id_;
+};
+
+// A timeline whose value is in memory that this process, its GPU and the daemon share: whoever signals it there needs
+// no call, and work on a GPU waits for it without the host. Goes as Timeline does.
+class SharedTimeline {
+ public:
+  SharedTimeline(SharedTimeline&&) noexcept;
+  SharedTimeline& operator=(SharedTimeline&&) noexcept;
+  ~SharedTimeline();
+
+  const std::string& id() const;
+  SyncPoint At(std::uint64_t value) const;  // below 2^63 - 1
+  std::uint64_t value() const;
+  void Signal(std::uint64_t value);
+  // nullopt: not reached. Else OK, or CANCELLED, ABORTED or what else the work that was to signal it has come to; only
+  // the code is known here. To be asked, too, after a GPU has waited, which sees no errors.
+  std::optional<absl::Status> Reached(std::uint64_t value) const;
+  // As Timeline::Wait.
+  absl::StatusOr<std::uint64_t> Wait(std::uint64_t value, std::chrono::milliseconds timeout);
+
+  // Where kernels and cuStreamWaitValue64 (GEQ) and cuStreamWriteValue64 of this process's GPU find the value: for the
+  // context that is current, or the primary one of the daemon's GPU. Work that uses it is over before the object goes.
+  // UNIMPLEMENTED without a GPU driver here.
+  absl::StatusOr<std::uint64_t> DevicePointer();
+
+ private:
+  friend class Session;
+  struct State;
+  explicit SharedTimeline(std::unique_ptr<State> state);
+  std::unique_ptr<State> state_;
+};
+
+// An event of this process's that submissions wait for and signal. Goes with the object.
+class ImportedEvent {
+ public:
+  ImportedEvent(ImportedEvent&&) noexcept = default;
+  ImportedEvent& operator=(ImportedEvent&& other) noexcept;
+  ~ImportedEvent();
+
+  SyncPoint Point() const { return {id_, 0}; }
+
+ private:
+  friend class Session;
+  ImportedEvent(std::shared_ptr<SessionCore> session, std::string id)
+      : session_(std::move(session)), id_(std::move(id)) {}
   std::shared_ptr<SessionCore> session_;
   std::string id_;
 };
@@ -221,10 +268,19 @@ class Session {
   // those of all.
   absl::StatusOr<std::vector<GemmResult>> Execute(const std::vector<GemmSpec>& specs, const OrderSpec& order = {});
 
-  absl::StatusOr<WorkStream> OpenWorkStream(v1::StreamPriority priority = v1::STREAM_PRIORITY_NORMAL);
+  // `gpu_waits`: waits for SharedTimelines of this session are left to the GPU; see Memory.OpenStream for what that
+  // risks.
+  absl::StatusOr<WorkStream> OpenWorkStream(v1::StreamPriority priority = v1::STREAM_PRIORITY_NORMAL,
+                                            bool gpu_waits = false);
   // `shared_with`: principals whose sessions may use it, too; "" is this client's own.
   absl::StatusOr<Timeline> CreateTimeline(std::uint64_t initial_value = 0,
                                           const std::vector<std::string>& shared_with = {});
+  // Needs the side channel.
+  absl::StatusOr<SharedTimeline> CreateSharedTimeline(std::uint64_t initial_value = 0,
+                                                      const std::vector<std::string>& shared_with = {});
+  // A cudaEvent_t of this process's, made with cudaEventDisableTiming | cudaEventInterprocess, on the device that is
+  // current. It stays the caller's. INVALID_ARGUMENT: not such an event.
+  absl::StatusOr<ImportedEvent> ImportEvent(void* cuda_event);
   // Waits for all that was submitted to any stream of the session before: the first error since the last time.
   absl::Status Synchronize(std::chrono::milliseconds timeout);
 

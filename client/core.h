@@ -8,6 +8,7 @@
 #include <mutex>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -111,5 +112,12 @@ class SessionCore {
 
 // The same for a call of Compute, which needs no session: null is none.
 void PrepareCompute(const SessionCore* session, grpc::ClientContext& context, std::chrono::milliseconds timeout);
+
+// Of order.cc, for all kinds of timelines. A null session was moved from.
+void ReleaseSync(const SessionCore* session, const std::string& id);
+absl::StatusOr<std::string> CreateTimelineId(const SessionCore& session, std::uint64_t initial_value,
+                                             const std::vector<std::string>& shared_with, bool exported);
+absl::StatusOr<std::uint64_t> AwaitPoint(const SessionCore& session, const SyncPoint& point,
+                                         std::chrono::milliseconds timeout);
 
 }  // namespace tessera::client

@@ -57,6 +57,10 @@ absl::StatusOr<CudaDriver> Load() {
   RETURN_IF_ERROR(FindSymbol(library, "cuMemcpyHtoD_v2", d.memcpy_to_device));
   RETURN_IF_ERROR(FindSymbol(library, "cuMemcpyDtoH_v2", d.memcpy_to_host));
   RETURN_IF_ERROR(FindSymbol(library, "cuStreamSynchronize", d.stream_synchronize));
+  RETURN_IF_ERROR(FindSymbol(library, "cuIpcGetEventHandle", d.ipc_get_event_handle));
+  RETURN_IF_ERROR(FindSymbol(library, "cuMemHostRegister_v2", d.mem_host_register));
+  RETURN_IF_ERROR(FindSymbol(library, "cuMemHostUnregister", d.mem_host_unregister));
+  RETURN_IF_ERROR(FindSymbol(library, "cuMemHostGetDevicePointer_v2", d.mem_host_get_device_pointer));
   RETURN_IF_ERROR(d.ToStatus(d.init(0), "GPU memory: the driver does not start; does nvidia-smi work here?",
                              absl::StatusCode::kUnimplemented));
   return d;
@@ -279,6 +283,61 @@ MappedAllocation::~MappedAllocation() {
   const absl::StatusOr<CurrentContext> context = CurrentContext::Of(driver_, device_);
   if (!context.ok()) return;
   if (!mapped_ || driver_.mem_unmap(address_, bytes_) == cu::kSuccess) driver_.mem_address_free(address_, bytes_);
+}
+
+namespace {
+
+// Of the current context; of the first device that this process sees where there is none.
+absl::StatusOr<cu::Device> CurrentDevice(const CudaDriver& driver) {
+  cu::Context current = nullptr;
+  RETURN_IF_ERROR(driver.ToStatus(driver.context_get_current(&current), "cuCtxGetCurrent"));
+  cu::Device device = -1;
+  if (current == nullptr) {
+    RETURN_IF_ERROR(driver.ToStatus(driver.device_get(&device, 0), "cuDeviceGet"));
+  } else {
+    RETURN_IF_ERROR(driver.ToStatus(driver.context_get_device(&device), "cuCtxGetDevice"));
+  }
+  return device;
+}
+
+}  // namespace
+
+absl::StatusOr<ExportedEvent> ExportEvent(const CudaDriver& driver, cu::Event event) {
+  ASSIGN_OR_RETURN(const cu::Device device, CurrentDevice(driver));
+  ASSIGN_OR_RETURN(const CurrentContext context, CurrentContext::Of(driver, device));
+  cu::IpcEventHandle handle{};
+  RETURN_IF_ERROR(driver.ToStatus(
+      driver.ipc_get_event_handle(&handle, event),
+      "cuda_event: not one that was made with cudaEventDisableTiming | cudaEventInterprocess on the current device",
+      absl::StatusCode::kInvalidArgument));
+  ExportedEvent exported{.handle = std::string(handle.bytes.begin(), handle.bytes.end()), .device_uuid = {}};
+  ASSIGN_OR_RETURN(exported.device_uuid, UuidOf(driver, device));
+  return exported;
+}
+
+absl::StatusOr<RegisteredMemory> RegisteredMemory::Register(const CudaDriver& driver, void* memory,
+                                                            std::uint64_t bytes) {
+  constexpr unsigned kPortableAndMapped = 3;  // CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
+  ASSIGN_OR_RETURN(const cu::Device device, CurrentDevice(driver));
+  ASSIGN_OR_RETURN(const CurrentContext context, CurrentContext::Of(driver, device));
+  RETURN_IF_ERROR(driver.ToStatus(driver.mem_host_register(memory, bytes, kPortableAndMapped), "cuMemHostRegister"));
+  RegisteredMemory registered(driver, device, memory);
+  RETURN_IF_ERROR(driver.ToStatus(driver.mem_host_get_device_pointer(&registered.address_, memory, 0),
+                                  "cuMemHostGetDevicePointer"));
+  return registered;
+}
+
+RegisteredMemory::RegisteredMemory(RegisteredMemory&& other) noexcept
+    : driver_(other.driver_),
+      device_(other.device_),
+      memory_(std::exchange(other.memory_, nullptr)),
+      address_(other.address_) {}
+
+RegisteredMemory::~RegisteredMemory() {
+  if (memory_ == nullptr) return;
+  // A destructor has nobody to tell; what can fail is a driver that is gone.
+  const absl::StatusOr<CurrentContext> context = CurrentContext::Of(driver_, device_);
+  if (context.ok()) driver_.mem_host_unregister(memory_);
 }
 
 absl::Status CopyToDevice(const CudaDriver& driver, std::string_view device_uuid, std::byte* to, const void* from,

@@ -23,6 +23,7 @@ using Result = int;
 using Device = int;
 using Context = void*;
 using Stream = void*;
+using Event = void*;
 using DevicePointer = std::uint64_t;
 using Allocation = std::uint64_t;  // CUmemGenericAllocationHandle
 
@@ -30,6 +31,9 @@ struct Uuid {
   std::array<unsigned char, 16> bytes;
 };
 struct IpcMemHandle {
+  std::array<char, 64> bytes;
+};
+struct IpcEventHandle {
   std::array<char, 64> bytes;
 };
 struct Location {
@@ -102,6 +106,10 @@ struct CudaDriver {
   cu::Result (*memcpy_to_device)(cu::DevicePointer to, const void* from, std::size_t bytes) = nullptr;
   cu::Result (*memcpy_to_host)(void* to, cu::DevicePointer from, std::size_t bytes) = nullptr;
   cu::Result (*stream_synchronize)(cu::Stream stream) = nullptr;
+  cu::Result (*ipc_get_event_handle)(cu::IpcEventHandle* handle, cu::Event event) = nullptr;
+  cu::Result (*mem_host_register)(void* memory, std::size_t bytes, unsigned flags) = nullptr;
+  cu::Result (*mem_host_unregister)(void* memory) = nullptr;
+  cu::Result (*mem_host_get_device_pointer)(cu::DevicePointer* pointer, void* memory, unsigned flags) = nullptr;
 
   // libcuda of this machine, initialised; loaded once. UNIMPLEMENTED, saying what is missing, where there is none.
   static const absl::StatusOr<CudaDriver>& Get();
@@ -169,6 +177,34 @@ class MappedAllocation {
   cu::DevicePointer address_ = 0;
   std::uint64_t bytes_ = 0;
   bool mapped_ = false;
+};
+
+// A GPU event of this process, for another to open.
+struct ExportedEvent {
+  std::string handle;  // 64 bytes
+  std::string device_uuid;
+};
+// On the current device. INVALID_ARGUMENT: the event was not made for other processes.
+absl::StatusOr<ExportedEvent> ExportEvent(const CudaDriver& driver, cu::Event event);
+
+// Memory of this process that its GPU uses, too, until the object is gone.
+class RegisteredMemory {
+ public:
+  // In the current context, or else in the primary one of the first device.
+  static absl::StatusOr<RegisteredMemory> Register(const CudaDriver& driver, void* memory, std::uint64_t bytes);
+  RegisteredMemory(RegisteredMemory&& other) noexcept;
+  RegisteredMemory& operator=(RegisteredMemory&&) = delete;
+  ~RegisteredMemory();
+
+  cu::DevicePointer address() const { return address_; }
+
+ private:
+  RegisteredMemory(const CudaDriver& driver, cu::Device device, void* memory)
+      : driver_(driver), device_(device), memory_(memory) {}
+  const CudaDriver& driver_;
+  cu::Device device_;
+  void* memory_;
+  cu::DevicePointer address_ = 0;
 };
 
 // Copies between this process's memory and a GPU's. The copy is complete, for other processes too, on return.

@@ -57,7 +57,7 @@ void Encode(const GemmSpec& spec, v1::GemmOp& op, v1::SubmitOptions& options) {
 
 void EncodeOrder(const OrderSpec& order, v1::SubmitOptions& options) {
   const auto add = [](const SyncPoint& point, v1::SyncPoint& to) {
-    to.set_id(point.timeline);
+    to.set_id(point.id);
     to.set_value(point.value);
   };
   options.set_stream(order.stream);

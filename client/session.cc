@@ -12,41 +12,12 @@
 #include "client/client.h"
 #include "client/core.h"
 #include "client/cuda_memory.h"
+#include "client/host_mapping.h"
 #include "common/status_macros.h"
 #include "common/text.h"
 
 namespace tessera::client {
 namespace {
-
-// A shared mapping of part of a memfd; offsets need not be page-aligned.
-class Mapping {
- public:
-  static absl::StatusOr<Mapping> Map(int fd, std::uint64_t byte_offset, std::uint64_t bytes) {
-    const auto page_bytes = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
-    const std::uint64_t lead = byte_offset % page_bytes;
-    void* start =
-        ::mmap(nullptr, bytes + lead, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(byte_offset - lead));
-    if (start == MAP_FAILED) {
-      return ErrnoStatus(absl::StatusCode::kResourceExhausted, absl::StrCat("mapping ", bytes, " bytes"));
-    }
-    return Mapping(start, bytes + lead, lead);
-  }
-
-  Mapping(Mapping&& other) noexcept
-      : start_(std::exchange(other.start_, nullptr)), bytes_(other.bytes_), lead_(other.lead_) {}
-  Mapping& operator=(Mapping&&) = delete;
-  ~Mapping() {
-    if (start_ != nullptr) ::munmap(start_, bytes_);
-  }
-
-  std::byte* data() const { return static_cast<std::byte*>(start_) + lead_; }
-
- private:
-  Mapping(void* start, std::uint64_t bytes, std::uint64_t lead) : start_(start), bytes_(bytes), lead_(lead) {}
-  void* start_;
-  std::uint64_t bytes_;
-  std::uint64_t lead_;
-};
 
 absl::Status ReleaseId(SessionCore& session, const std::string& buffer_id) {
   grpc::ClientContext context;
@@ -65,10 +36,10 @@ bool OnDevice(const std::string& space) {
 }
 
 // What keeps a buffer's memory in this process: the first is for a pointer of the caller's.
-using Memory = std::variant<std::monostate, Mapping, MappedAllocation>;
+using Memory = std::variant<std::monostate, HostMapping, MappedAllocation>;
 
 std::byte* DataOf(const Memory& memory) {
-  if (const auto* mapping = std::get_if<Mapping>(&memory); mapping != nullptr) return mapping->data();
+  if (const auto* mapping = std::get_if<HostMapping>(&memory); mapping != nullptr) return mapping->data();
   if (const auto* mapped = std::get_if<MappedAllocation>(&memory); mapped != nullptr) return mapped->data();
   return nullptr;
 }
@@ -81,7 +52,7 @@ absl::StatusOr<Memory> MapAllocated(SessionCore& session, const std::string& buf
   if (!fetched.fd) return absl::InternalError("side channel: the daemon sent no descriptor");
   const auto& passed = fetched.message.descriptor_passed();
   if (!OnDevice(passed.space())) {
-    ASSIGN_OR_RETURN(Mapping mapping, Mapping::Map(fetched.fd.get(), passed.byte_offset(), passed.bytes()));
+    ASSIGN_OR_RETURN(HostMapping mapping, HostMapping::Map(fetched.fd.get(), passed.byte_offset(), passed.bytes()));
     return mapping;
   }
   const absl::StatusOr<CudaDriver>& driver = CudaDriver::Get();
@@ -310,7 +281,7 @@ absl::StatusOr<Buffer> Session::Import(int memfd, std::uint64_t byte_offset, std
   request.set_byte_offset(byte_offset);
   request.set_bytes(bytes);
   ASSIGN_OR_RETURN(const v1::ImportBufferReply reply, CallImport(*core_, request));
-  absl::StatusOr<Mapping> mapping = Mapping::Map(memfd, byte_offset, reply.bytes());
+  absl::StatusOr<HostMapping> mapping = HostMapping::Map(memfd, byte_offset, reply.bytes());
   if (!mapping.ok()) {
     ReleaseId(*core_, reply.buffer_id()).IgnoreError();
     return mapping.status();

@@ -158,11 +158,13 @@ class Daemon::Parts {
                   {.queue_max = settings_.queue_max,
                    .queue_per_session_max = settings_.queue_per_session_max,
                    .queue_per_principal_max = settings_.queue_per_principal_max,
-                   .unavailable = std::move(opened.unavailable)},
+                   .unavailable = std::move(opened.unavailable),
+                   .gpu_wait_timeout = std::chrono::milliseconds(settings_.gpu_wait_timeout_ms),
+                   .end_session = [this](Session& session) { EndStuck(session); }},
                   metrics_),
         sessions_(
             NewEpoch(), LimitsOf(settings_, opened.gpu_memory_bytes), metrics_, reaper_,
-            [this](StreamPriority priority) { return executor_.MakeLane(priority); }, GpuMemories()),
+            [this](const StreamSpec& spec) { return executor_.MakeLane(spec); }, GpuMemories()),
         scope_{.settings = settings_, .metrics = metrics_, .peers = peers_, .sessions = sessions_},
         compute_(scope_, executor_),
         memory_(scope_, executor_),
@@ -238,6 +240,10 @@ class Daemon::Parts {
   std::vector<DeviceMemory*> GpuMemories() const {
     if (gpu_memory_ == nullptr) return {};
     return {gpu_memory_.get()};
+  }
+
+  void EndStuck(const Session& session) {
+    sessions_.EndSession(session.id(), SessionEnd::kStuckWait).status().IgnoreError();  // it may be over already
   }
 
   // A context that is lost never comes back: the process must end, for its supervisor to start a new one.

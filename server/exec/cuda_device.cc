@@ -17,6 +17,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "common/shared_thread.h"
 #include "common/status_macros.h"
 #include "common/text.h"
 #include "kernels/catalog/gemm_catalog.h"
@@ -152,9 +153,6 @@ class Health {
 
 class CudaStream;
 
-// Whether this thread is a completer.
-thread_local bool on_completer = false;
-
 // The thread that sees completions. A stream is watched from its first job under way to its last.
 class Completer {
  public:
@@ -225,6 +223,8 @@ class CudaStream final : public Stream, public std::enable_shared_from_this<Cuda
   // completer a launch may not wait: all streams would.
   void LaunchWaiting(bool may_wait, Refused& refused);
   absl::Status Prepare(std::size_t workspace_bytes);
+  absl::Status AwaitWords(const Job& job);
+  absl::Status TellOthers(const Job& job);
   void Launch(const Job& job, bool may_wait, JobResult& result);
   // OK or why; a sticky error loses the context.
   absl::Status Judge(cudaError_t error, const char* what, absl::StatusCode code);
@@ -257,6 +257,7 @@ class CudaDeviceImpl final : public CudaDevice {
 
   std::span<const planner::DeviceFacts> facts() const override { return backends_; }
   const MemorySpace& space() const override { return space_; }
+  bool keeps_waits() const override { return true; }
   const CudaFacts& cuda_facts() const override { return facts_; }
 
   std::string Describe() const override {
@@ -389,7 +390,7 @@ void CudaStream::Enqueue(Job job) {
   Refused refused;
   std::unique_lock<std::mutex> lock(mutex_);
   waiting_.push_back({std::move(job), Clock::now()});
-  LaunchWaiting(/*may_wait=*/!on_completer, refused);  // a gate may open there
+  LaunchWaiting(/*may_wait=*/!on_shared_thread, refused);  // a gate may open there
   WatchIfBusy(std::move(lock));
   if (device_.health().is_lost()) device_.completer().Wake();
   refused.Tell();
@@ -431,6 +432,7 @@ void CudaStream::LaunchWaiting(bool may_wait, Refused& refused) {
     result.status = device_.health().status();
     if (result.status.ok()) result.status = next.job.admit();
     if (result.status.ok()) result.status = Prepare(static_cast<std::size_t>(next.job.workspace_bytes));
+    if (result.status.ok()) result.status = AwaitWords(next.job);
     if (result.status.ok()) {
       Launch(next.job, may_wait, result);
       if (result.status.ok() && next.job.launched) refused.launched.push_back(std::move(next.job.launched));
@@ -466,6 +468,27 @@ absl::Status CudaStream::Prepare(std::size_t workspace_bytes) {
   return absl::OkStatus();
 }
 
+absl::Status CudaStream::AwaitWords(const Job& job) {
+  for (const DeviceWord& word : job.wait) {
+    const CUresult waits =
+        device_.driver().stream_wait_value64(channel_.stream, word.address, word.value, CU_STREAM_WAIT_VALUE_GEQ);
+    RETURN_IF_ERROR(
+        Judge(static_cast<cudaError_t>(waits), "cuStreamWaitValue64", absl::StatusCode::kResourceExhausted));
+  }
+  return absl::OkStatus();
+}
+
+// What work on the GPU waits for, before the host is told: it sees that first.
+absl::Status CudaStream::TellOthers(const Job& job) {
+  for (const DeviceWord& word : job.write) {
+    const CUresult written =
+        device_.driver().stream_write_value64(channel_.stream, word.address, word.value, CU_STREAM_WRITE_VALUE_DEFAULT);
+    RETURN_IF_ERROR(Judge(static_cast<cudaError_t>(written), "cuStreamWriteValue64", absl::StatusCode::kInternal));
+  }
+  for (const std::shared_ptr<DeviceEvent>& event : job.record) RETURN_IF_ERROR(event->Record(channel_.stream));
+  return absl::OkStatus();
+}
+
 void CudaStream::Launch(const Job& job, bool may_wait, JobResult& result) {
   const kernels::LaunchContext context{
       .stream = channel_.stream,
@@ -478,6 +501,7 @@ void CudaStream::Launch(const Job& job, bool may_wait, JobResult& result) {
   // A library may have no kernel for what it can state, and only find that out here.
   const bool unsupported = error == cudaErrorNotSupported;
   result.status = Judge(error, "launch", unsupported ? absl::StatusCode::kUnimplemented : absl::StatusCode::kInternal);
+  if (result.status.ok()) result.status = TellOthers(job);
   ++channel_.launched;
   const CUresult written = device_.driver().stream_write_value64(channel_.stream, channel_.flag.device,
                                                                  channel_.launched, CU_STREAM_WRITE_VALUE_DEFAULT);
@@ -566,7 +590,7 @@ void Completer::TakeNew() {
 
 // Serves until told to stop and nothing is under way.
 void Completer::Run() {
-  on_completer = true;
+  on_shared_thread = true;
   if (const cudaError_t error = cudaSetDevice(ordinal_); error != cudaSuccess) {
     spdlog::error("cudaSetDevice on the completer: {}", cudaGetErrorString(error));
   }

@@ -24,6 +24,7 @@ absl::Status Find(const char* name, Function& function) {
 
 absl::StatusOr<CudaDriver> FindAll() {
   CudaDriver driver;
+  RETURN_IF_ERROR(Find("cuStreamWaitValue64", driver.stream_wait_value64));
   RETURN_IF_ERROR(Find("cuStreamWriteValue64", driver.stream_write_value64));
   RETURN_IF_ERROR(Find("cuMemCreate", driver.mem_create));
   RETURN_IF_ERROR(Find("cuMemRelease", driver.mem_release));

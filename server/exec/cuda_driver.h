@@ -18,6 +18,7 @@ absl::Status CudaStatus(cudaError_t error, const char* what, absl::StatusCode co
 bool IsSticky(cudaError_t error);
 
 struct CudaDriver {
+  decltype(&cuStreamWaitValue64) stream_wait_value64 = nullptr;
   decltype(&cuStreamWriteValue64) stream_write_value64 = nullptr;
   decltype(&cuMemCreate) mem_create = nullptr;
   decltype(&cuMemRelease) mem_release = nullptr;

@@ -18,6 +18,7 @@ namespace tessera::server {
 namespace {
 
 static_assert(sizeof(cudaIpcMemHandle_t) == std::tuple_size_v<LegacyHandle>);
+static_assert(sizeof(cudaIpcEventHandle_t) == std::tuple_size_v<LegacyHandle>);
 
 constexpr CUmemAllocationHandleType kDescriptor = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 
@@ -146,10 +147,62 @@ class LegacyMapping final : public Mapping {
   const OpenedHandle opened_;
 };
 
+class CudaHostRegistration final : public HostRegistration {
+ public:
+  CudaHostRegistration(std::uint64_t address, int ordinal, void* memory)
+      : HostRegistration(address), ordinal_(ordinal), memory_(memory) {}
+  ~CudaHostRegistration() override {
+    WarnUnlessOk(MakeCurrent(ordinal_));
+    WarnUnlessOk(RuntimeStatus(cudaHostUnregister(memory_), "cudaHostUnregister"));
+  }
+
+ private:
+  const int ordinal_;
+  void* const memory_;
+};
+
+class CudaEvent final : public DeviceEvent {
+ public:
+  // `stream`: for Record behind nothing; it has no other work of length.
+  CudaEvent(int ordinal, cudaEvent_t event, cudaStream_t stream) : ordinal_(ordinal), event_(event), stream_(stream) {}
+  ~CudaEvent() override {
+    WarnUnlessOk(MakeCurrent(ordinal_));
+    WarnUnlessOk(RuntimeStatus(cudaEventDestroy(event_), "cudaEventDestroy"));
+  }
+
+  absl::StatusOr<bool> Done() override {
+    RETURN_IF_ERROR(MakeCurrent(ordinal_));
+    const cudaError_t error = cudaEventQuery(event_);
+    if (error == cudaErrorNotReady) {
+      static_cast<void>(cudaGetLastError());
+      return false;
+    }
+    RETURN_IF_ERROR(RuntimeStatus(error, "cudaEventQuery"));
+    return true;
+  }
+
+  absl::Status Record(void* stream) override {
+    RETURN_IF_ERROR(MakeCurrent(ordinal_));
+    return RuntimeStatus(cudaEventRecord(event_, stream == nullptr ? stream_ : static_cast<cudaStream_t>(stream)),
+                         "cudaEventRecord");
+  }
+
+ private:
+  const int ordinal_;
+  const cudaEvent_t event_;
+  const cudaStream_t stream_;
+};
+
+// What the driver says where it takes the exporter for this process: "invalid device context", though it is well.
+bool TakenForThisProcess(cudaError_t error) {
+  if (error != cudaErrorDeviceUninitialized) return false;
+  static_cast<void>(cudaGetLastError());
+  return true;
+}
+
 // The status text is what the client's author sees.
 absl::Status OpenStatus(cudaError_t error) {
-  if (error == cudaErrorDeviceUninitialized) {  // "invalid device context", though the context is well
-    static_cast<void>(cudaGetLastError());
+  if (TakenForThisProcess(error)) {
     return CudaStatus(error,
                       "the driver takes the exporter for the daemon itself, as it does with equal PID numbers; use "
                       "memory that the daemon allocates, or pass cuMemCreate memory as a cuda_descriptor",
@@ -175,6 +228,8 @@ class CudaMemory final : public DeviceMemory {
   absl::StatusOr<std::unique_ptr<Mapping>> Allocate(std::uint64_t bytes) override;
   absl::StatusOr<std::unique_ptr<Mapping>> ImportLegacy(const LegacyHandle& handle) override;
   absl::StatusOr<std::unique_ptr<Mapping>> ImportDescriptor(UniqueFd fd, std::uint64_t allocation_bytes) override;
+  absl::StatusOr<std::unique_ptr<HostRegistration>> RegisterHost(std::byte* memory, std::uint64_t bytes) override;
+  absl::StatusOr<std::unique_ptr<DeviceEvent>> ImportEvent(const LegacyHandle& handle) override;
 
  private:
   CudaMemory(const CudaDriver& driver, int ordinal, std::string uuid)
@@ -301,6 +356,35 @@ absl::StatusOr<std::unique_ptr<Mapping>> CudaMemory::ImportDescriptor(UniqueFd f
   AddressRange range(driver_, ordinal_);
   RETURN_IF_ERROR(range.Map(allocation, allocation_bytes));
   return std::make_unique<AllocationMapping>(std::move(range), UniqueFd());
+}
+
+absl::StatusOr<std::unique_ptr<HostRegistration>> CudaMemory::RegisterHost(std::byte* memory, std::uint64_t bytes) {
+  RETURN_IF_ERROR(MakeCurrent(ordinal_));
+  RETURN_IF_ERROR(RuntimeStatus(cudaHostRegister(memory, bytes, cudaHostRegisterMapped | cudaHostRegisterPortable),
+                                "cudaHostRegister"));
+  void* address = nullptr;
+  const absl::Status found = RuntimeStatus(cudaHostGetDevicePointer(&address, memory, 0), "cudaHostGetDevicePointer");
+  auto registration =
+      std::make_unique<CudaHostRegistration>(reinterpret_cast<std::uintptr_t>(address), ordinal_, memory);
+  RETURN_IF_ERROR(found);
+  return registration;
+}
+
+absl::StatusOr<std::unique_ptr<DeviceEvent>> CudaMemory::ImportEvent(const LegacyHandle& handle) {
+  RETURN_IF_ERROR(MakeCurrent(ordinal_));
+  cudaIpcEventHandle_t raw{};
+  std::copy(handle.begin(), handle.end(), raw.reserved);
+  cudaEvent_t event = nullptr;
+  const cudaError_t error = cudaIpcOpenEventHandle(&event, raw);
+  if (TakenForThisProcess(error)) {
+    return CudaStatus(error,
+                      "the driver takes the exporter for the daemon itself, as it does with equal PID numbers; use an "
+                      "exported timeline",
+                      absl::StatusCode::kFailedPrecondition);
+  }
+  RETURN_IF_ERROR(RuntimeStatus(error, "not a handle of an event that a living process holds on this GPU",
+                                absl::StatusCode::kInvalidArgument));
+  return std::make_unique<CudaEvent>(ordinal_, event, stream_);
 }
 
 }  // namespace

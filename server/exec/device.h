@@ -6,6 +6,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "kernels/launch/launch.h"
@@ -22,6 +23,12 @@ struct JobResult {
   std::uint64_t run_ns = 0;    // on the device
 };
 
+// A 64-bit word that a device's work waits for, or writes, at an address of the device.
+struct DeviceWord {
+  std::uint64_t address = 0;
+  std::uint64_t value = 0;
+};
+
 // One launch. Callbacks run on device threads or, for a small job, on the thread that enqueues it, before Enqueue
 // returns; they must not block.
 struct Job {
@@ -31,6 +38,11 @@ struct Job {
   // Asked right before the launch, and by DropUnwanted; an error drops the job with that status.
   std::function<absl::Status()> admit;
   std::function<kernels::LaunchError(const kernels::LaunchContext&)> launch;
+  // Of devices that keep waits: the words reach their values before the work begins, and are written after it. Nothing
+  // is written or recorded for a job that was not launched, or whose launch failed.
+  std::vector<DeviceWord> wait;
+  std::vector<DeviceWord> write;
+  std::vector<std::shared_ptr<DeviceEvent>> record;  // recorded behind it
   // May be empty. Called when nothing can keep the job from running any more; it may come after `done`.
   std::function<void()> launched;
   // Called exactly once, whatever happens, after everything the job touches is idle.
@@ -57,6 +69,8 @@ class Device {
   virtual const MemorySpace& space() const = 0;
   virtual std::string Describe() const = 0;                                 // one line for operators
   virtual std::shared_ptr<Stream> OpenStream(StreamPriority priority) = 0;  // the CPU has none
+  // Whether it takes Job::wait, write and record.
+  virtual bool keeps_waits() const { return false; }
 };
 
 }  // namespace tessera::server

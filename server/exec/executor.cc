@@ -46,6 +46,14 @@ void LogPlan(const planner::GemmProblem& problem, const OperationReport& report)
                 problem.n, problem.k, problem.batch, report.variant, planner::SourceName(report.source), report.split);
 }
 
+// Events of work that never came to record them itself.
+void RecordNow(const std::vector<std::shared_ptr<DeviceEvent>>& events) {
+  for (const std::shared_ptr<DeviceEvent>& event : events) {
+    const absl::Status recorded = event->Record(nullptr);
+    if (!recorded.ok()) spdlog::warn("an event of a client was not signalled: {}", MessageOf(recorded));
+  }
+}
+
 bool AllEmpty(const Submission& submission) {
   return std::all_of(submission.ops.begin(), submission.ops.end(), [](const BoundGemm& gemm) { return gemm.Empty(); });
 }
@@ -61,10 +69,14 @@ struct Executor::Pending {
   Clock::time_point accepted;
   std::uint64_t epoch = 0;                // of the lane, see Lane::epochs
   std::vector<Timeline::Ticket> tickets;  // one a wait, of those that will wake the lane; guarded by Lane::mutex
+  std::vector<SyncTarget> device_waits;   // of submission.wait, those that are left to the device
+  std::atomic<Clock::time_point> launched{Clock::time_point::max()};
   std::size_t num_launched = 0;
   std::uint64_t gate_ns = 0;
   bool was_gated = false;
   std::atomic<bool> answered{false};
+  std::atomic<bool> stuck{false};  // in a wait that was left to the device, and ended its session
+  std::atomic<bool> finished{false};
 
   Account* account() const { return submission.account.get(); }
 
@@ -87,12 +99,41 @@ struct Executor::Pending {
 
   bool timed() const { return submission.launch_by != Clock::time_point::max(); }
 
+  // Whether all is reached that the device waits for, or has failed: then the first error.
+  std::optional<absl::Status> DeviceWaits() const {
+    bool all = true;
+    for (const SyncTarget& target : device_waits) {
+      const std::optional<absl::Status> reached = target.timeline->Reached(target.value);
+      if (reached.has_value() && !reached->ok()) return Failed(*reached);
+      all = all && reached.has_value();
+    }
+    return all ? std::make_optional(absl::OkStatus()) : std::nullopt;
+  }
+
+  static absl::Status Failed(const absl::Status& reached) {
+    return absl::AbortedError(absl::StrCat("what it waited for has failed: ", reached.message()));
+  }
+
+  // What became of it, which the device cannot tell: it goes on after a wait that failed.
+  absl::Status Outcome(const JobResult& result) const {
+    if (!result.launched || !result.status.ok()) return result.status;
+    if (stuck.load()) {
+      return absl::DeadlineExceededError(
+          "the GPU waited for a timeline until options.timeout_ms or gpu_wait_timeout_ms had passed; the session has "
+          "ended");
+    }
+    return DeviceWaits().value_or(absl::OkStatus());
+  }
+
   absl::Status StillWanted() const {
     if (submission.session != nullptr && submission.session->ended()) {
       return absl::CancelledError("the session ended before the launch");
     }
     if (timed() && Clock::now() >= submission.launch_by) {
       return absl::DeadlineExceededError("options.timeout_ms passed before the launch; nothing ran");
+    }
+    if (const std::optional<absl::Status> reached = DeviceWaits(); reached.has_value() && !reached->ok()) {
+      return *reached;
     }
     return submission.still_wanted();
   }
@@ -105,8 +146,8 @@ struct Executor::Pending {
 // An in-order stream of a session: one on each device, the gate before them, and what Synchronize asks for.
 class Executor::Lane : public SessionLane, public std::enable_shared_from_this<Executor::Lane> {
  public:
-  Lane(Executor& executor, StreamPriority priority) : executor_(executor) {
-    for (const auto& device : executor.devices_) streams.push_back({device.get(), device->OpenStream(priority)});
+  Lane(Executor& executor, const StreamSpec& spec) : gpu_waits(spec.gpu_waits), executor_(executor) {
+    for (const auto& device : executor.devices_) streams.push_back({device.get(), device->OpenStream(spec.priority)});
   }
 
   std::shared_ptr<Stream> StreamOn(const Device* device) const {
@@ -141,13 +182,16 @@ class Executor::Lane : public SessionLane, public std::enable_shared_from_this<E
   std::int64_t in_flight() const override { return count.load(std::memory_order_relaxed); }
   std::int64_t gated() const override { return num_gated.load(std::memory_order_relaxed); }
 
+  const bool gpu_waits;
   std::vector<std::pair<const Device*, std::shared_ptr<Stream>>> streams;
   std::atomic<std::int64_t> count{0};      // operations in flight; written under Executor::mutex_
   std::atomic<std::int64_t> num_gated{0};  // operations in the gate, or on their way out of it
   std::atomic<std::int64_t> num_timed{0};  // submissions in flight that may time out
+  std::atomic<Clock::time_point> last_finish{Clock::time_point::min()};
 
-  std::mutex mutex;  // guards the next four
+  std::mutex mutex;  // guards the next five
   std::deque<std::shared_ptr<Pending>> gate;
+  std::deque<std::weak_ptr<Pending>> with_device_waits;
   bool pumping = false;  // one thread opens the gate at a time, so that what leaves it keeps its order
   bool again = false;    // look again before that thread leaves
   bool watched = false;  // in Executor::watched_lanes_
@@ -214,8 +258,8 @@ Executor::~Executor() {
   while (!devices_.empty()) devices_.pop_back();
 }
 
-std::shared_ptr<SessionLane> Executor::MakeLane(StreamPriority priority) {
-  return std::make_shared<Lane>(*this, priority);
+std::shared_ptr<SessionLane> Executor::MakeLane(const StreamSpec& spec) {
+  return std::make_shared<Lane>(*this, spec);
 }
 
 const Executor::Server* Executor::Find(kernels::Backend backend) const {
@@ -385,14 +429,29 @@ void Executor::Submit(Submission submission) {
     report.split = plan.split;
     if (spdlog::should_log(spdlog::level::trace)) LogPlan(of.ops[i].problem, report);
   }
+  for (const SyncTarget& signal : of.signal) signal.timeline->Expect(signal.value);
+  LeaveWaitsToDevice(*pending);
   if (pending->lane != nullptr && pending->timed()) {
     pending->lane->num_timed.fetch_add(1, std::memory_order_relaxed);
     Watch(pending->lane);
   }
   // Nothing to wait for, nothing to run, nobody to tell: it need not wait for its turn.
-  if (of.wait.empty() && of.signal.empty() && AllEmpty(of)) return Finish(*pending, JobResult{});
+  const bool ordered = !of.wait.empty() || !of.signal.empty() || !of.record.empty() || !pending->device_waits.empty();
+  if (!ordered && AllEmpty(of)) return Finish(*pending, JobResult{});
   const bool gated = !of.wait.empty() || (pending->lane != nullptr && pending->lane->gated() > 0);
   gated ? Gate(pending) : Enqueue(pending);
+}
+
+// What a stream with gpu_waits leaves to its device: waits for words of the session's own, which its end can raise.
+void Executor::LeaveWaitsToDevice(Pending& pending) {
+  std::vector<SyncTarget>& wait = pending.submission.wait;
+  if (wait.empty() || !pending.lane->gpu_waits || !pending.device->keeps_waits()) return;
+  const auto by_host = std::stable_partition(wait.begin(), wait.end(), [&](const SyncTarget& target) {
+    const SharedWord* const word = target.timeline->word();
+    return !target.own || word == nullptr || !word->AddressOn(pending.device->space()).has_value();
+  });
+  pending.device_waits.assign(std::make_move_iterator(by_host), std::make_move_iterator(wait.end()));
+  wait.erase(by_host, wait.end());
 }
 
 // Tick looks at the lane until nothing is left that it could drop.
@@ -487,7 +546,7 @@ void Executor::Pump(Lane& lane) {
       if (!reached.has_value()) break;
       absl::Status failed;
       if (!reached->ok()) {
-        failed = absl::AbortedError(absl::StrCat("what it waited for has failed: ", reached->message()));
+        failed = Pending::Failed(*reached);
         first->Record(failed);
       }
       first->ForgetWaits();
@@ -512,6 +571,20 @@ void Executor::Ungate(Lane& lane, std::size_t ops) {
   metrics_.OperationsUngated(static_cast<std::int64_t>(ops));
 }
 
+// Words that the device waits for and writes, and events that it records.
+void Executor::AddWords(const Pending& pending, Job& job) {
+  const MemorySpace& space = pending.device->space();
+  for (const SyncTarget& target : pending.device_waits) {
+    job.wait.push_back({.address = *target.timeline->word()->AddressOn(space), .value = target.value});
+  }
+  for (const SyncTarget& target : pending.submission.signal) {
+    const SharedWord* const word = target.timeline->word();
+    const std::optional<std::uint64_t> address = word == nullptr ? std::nullopt : word->AddressOn(space);
+    if (address.has_value()) job.write.push_back({.address = *address, .value = target.value});
+  }
+  job.record = pending.submission.record;
+}
+
 void Executor::Enqueue(const std::shared_ptr<Pending>& pending) {
   // Calls without a session are not ordered among themselves: each has a stream of its own.
   const std::shared_ptr<Stream> stream = pending->lane != nullptr
@@ -524,8 +597,20 @@ void Executor::Enqueue(const std::shared_ptr<Pending>& pending) {
   }
   job.admit = [pending] { return pending->Check(); };
   job.launch = [this, pending](const kernels::LaunchContext& context) { return Launch(*pending, context); };
-  if (pending->submission.answer_when_launched) {
-    job.launched = [pending] { pending->Answer(absl::OkStatus()); };
+  if (pending->device->keeps_waits()) AddWords(*pending, job);
+  if (!pending->device_waits.empty()) {
+    metrics_.DeviceWaits(static_cast<std::int64_t>(pending->device_waits.size()));
+    {
+      const std::lock_guard<std::mutex> lock(pending->lane->mutex);
+      pending->lane->with_device_waits.push_back(pending);
+    }
+    Watch(pending->lane);
+  }
+  if (pending->submission.answer_when_launched || !pending->device_waits.empty()) {
+    job.launched = [pending] {
+      pending->launched.store(Clock::now(), std::memory_order_relaxed);
+      if (pending->submission.answer_when_launched) pending->Answer(absl::OkStatus());
+    };
   }
   job.done = [this, pending](const JobResult& result) { Finish(*pending, result); };
   stream->Enqueue(std::move(job));
@@ -557,6 +642,8 @@ void Executor::Refuse(Pending& pending, const absl::Status& status) {
 
 void Executor::Finish(Pending& pending, const JobResult& result) {
   const std::size_t ops = pending.submission.ops.size();
+  const absl::Status status = pending.Outcome(result);
+  pending.finished.store(true, std::memory_order_relaxed);
   for (std::size_t i = 0; i < ops; ++i) {
     OperationReport report = pending.reports[i];
     report.gate_ns = pending.gate_ns;
@@ -564,7 +651,7 @@ void Executor::Finish(Pending& pending, const JobResult& result) {
     report.run_ns = result.run_ns / ops;
     metrics_.OperationFinished({.op = OpFamily::kGemm,
                                 .backend = report.backend,
-                                .outcome = OutcomeOf(result.status),
+                                .outcome = OutcomeOf(status),
                                 .launched = i < pending.num_launched,
                                 .queue_seconds = static_cast<double>(report.queue_ns) * 1e-9,
                                 .run_seconds = static_cast<double>(report.run_ns) * 1e-9,
@@ -578,10 +665,56 @@ void Executor::Finish(Pending& pending, const JobResult& result) {
   for (BoundGemm& gemm : pending.submission.ops) gemm.pins.clear();
   // Whom they let go is answered after this one, though: causes come before their consequences.
   const GateTurn turn(*this);
-  for (const SyncTarget& signal : pending.submission.signal) signal.timeline->Signal(signal.value, result.status);
-  if (pending.lane != nullptr && pending.timed()) pending.lane->num_timed.fetch_sub(1, std::memory_order_relaxed);
-  Leave(pending, result.status);
-  pending.Answer(result.status);
+  for (const SyncTarget& signal : pending.submission.signal) signal.timeline->Deliver(signal.value, status);
+  const bool recorded = pending.device->keeps_waits() && result.launched && result.status.ok();
+  if (!recorded) RecordNow(pending.submission.record);
+  if (pending.lane != nullptr) {
+    pending.lane->last_finish.store(Clock::now(), std::memory_order_relaxed);
+    if (pending.timed()) pending.lane->num_timed.fetch_sub(1, std::memory_order_relaxed);
+  }
+  Leave(pending, status);
+  pending.Answer(status);
+}
+
+// A wait that was left to the device has been under way for too long, as its submission or the daemon sees it. Its time
+// begins when the stream has come to it.
+bool Executor::IsStuck(const Lane& lane, const Pending& pending) const {
+  const Clock::time_point launched = pending.launched.load(std::memory_order_relaxed);
+  if (launched == Clock::time_point::max() || pending.DeviceWaits().has_value()) return false;
+  const Clock::time_point now = Clock::now();
+  const Clock::time_point begun = std::max(launched, lane.last_finish.load(std::memory_order_relaxed));
+  return now >= pending.submission.launch_by || now - begun > options_.gpu_wait_timeout;
+}
+
+// A device cannot be told to give up a wait. So its session ends, whose timelines are raised; they are raised again for
+// as long as work of an ended session may still wait, since that client's own work may have written them meanwhile.
+void Executor::WatchDeviceWaits(const std::shared_ptr<Lane>& lane) {
+  std::vector<std::shared_ptr<Pending>> under_way;
+  {
+    const std::lock_guard<std::mutex> lock(lane->mutex);
+    std::erase_if(lane->with_device_waits, [&](const std::weak_ptr<Pending>& weak) {
+      const std::shared_ptr<Pending> pending = weak.lock();
+      if (pending == nullptr || pending->finished.load(std::memory_order_relaxed)) return true;
+      under_way.push_back(pending);
+      return false;
+    });
+  }
+  for (const std::shared_ptr<Pending>& pending : under_way) {
+    Session& session = *pending->submission.session;
+    if (!session.ended()) {
+      if (!IsStuck(*lane, *pending)) continue;
+      pending->stuck.store(true);
+      spdlog::warn("session {}.{} of {} (pid {}, \"{}\") ends: the GPU waits for one of its timelines for too long",
+                   session.id().index, session.id().generation, session.peer().Principal(), session.peer().pid,
+                   session.label());
+      options_.end_session(session);
+    }
+    // Here, too: the thread that ends sessions may itself be waiting for the GPU.
+    for (const SyncTarget& target : pending->device_waits) {
+      target.timeline->Close(absl::AbortedError("the session of a timeline has ended"));
+      target.timeline->RaiseClosed();
+    }
+  }
 }
 
 void Executor::Tick() {
@@ -594,11 +727,13 @@ void Executor::Tick() {
     const std::shared_ptr<Lane> lane = weak.lock();
     if (lane == nullptr) continue;
     lane->DropUnwanted();
+    WatchDeviceWaits(lane);
     bool more = false;
     {
       const std::lock_guard<std::mutex> lock(lane->mutex);
       lane->watched = false;
-      more = !lane->gate.empty() || lane->num_timed.load(std::memory_order_relaxed) > 0;
+      more = !lane->gate.empty() || !lane->with_device_waits.empty() ||
+             lane->num_timed.load(std::memory_order_relaxed) > 0;
     }
     if (more) Watch(lane);
   }

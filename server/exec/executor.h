@@ -48,6 +48,7 @@ struct OperationReport {
 struct SyncTarget {
   std::shared_ptr<Timeline> timeline;
   std::uint64_t value = 0;
+  bool own = false;  // of the submission's session
 };
 
 // Operations that run one after the other, with one completion.
@@ -59,6 +60,7 @@ struct Submission {
   std::optional<kernels::Backend> backend;  // strict; nullopt = the default
   std::vector<SyncTarget> wait;             // of calls with a session, as the next
   std::vector<SyncTarget> signal;           // delivered once it is accepted, whatever becomes of it
+  std::vector<std::shared_ptr<DeviceEvent>> record;  // events; likewise
   std::chrono::steady_clock::time_point launch_by = std::chrono::steady_clock::time_point::max();
   bool answer_when_launched = false;  // else when completed
   // Asked until the launch: CANCELLED or DEADLINE_EXCEEDED drops the submission.
@@ -74,6 +76,9 @@ struct ExecutorOptions {
   std::int64_t queue_per_principal_max = std::numeric_limits<std::int64_t>::max();
   // Why a backend that the build has is not there; for operators and callers.
   std::map<kernels::Backend, std::string> unavailable = {};
+  // A wait that was left to a device and lasts longer ends its session by `end_session`, which frees the device.
+  std::chrono::milliseconds gpu_wait_timeout = std::chrono::seconds(5);
+  std::function<void(Session&)> end_session = [](Session&) {};
 };
 
 // What this build and machine offer, for operators.
@@ -92,7 +97,7 @@ class Executor {
            const ExecutorOptions& options, Metrics& metrics);
   ~Executor();  // waits for operations in flight
 
-  std::shared_ptr<SessionLane> MakeLane(StreamPriority priority = StreamPriority::kNormal);
+  std::shared_ptr<SessionLane> MakeLane(const StreamSpec& spec = {});
   void Submit(Submission submission);
 
   // Calls `done` once all that was submitted to these streams before is over, with the first error since the last time
@@ -135,6 +140,10 @@ class Executor {
   absl::Status Admit(Pending& pending);
   void Leave(Pending& pending, const absl::Status& status);
   void Watch(const std::shared_ptr<Lane>& lane);
+  void LeaveWaitsToDevice(Pending& pending);
+  static void AddWords(const Pending& pending, Job& job);
+  bool IsStuck(const Lane& lane, const Pending& pending) const;
+  void WatchDeviceWaits(const std::shared_ptr<Lane>& lane);
   void Gate(const std::shared_ptr<Pending>& pending);
   std::optional<absl::Status> Arm(Lane& lane, Pending& pending);
   void Ungate(Lane& lane, std::size_t ops);

@@ -11,6 +11,7 @@
 #include "common/text.h"
 #include "server/rpc/attach.h"
 #include "server/rpc/session_name.h"
+#include "server/rpc/sync_point.h"
 #include "server/rpc/synchronize.h"
 
 namespace tessera::server {
@@ -306,7 +307,8 @@ grpc::ServerUnaryReactor* MemoryService::OpenStream(grpc::CallbackServerContext*
   return Answer(context, scope_, RpcMethod::kMemoryOpenStream, [&](const Peer& peer) -> absl::Status {
     ASSIGN_OR_RETURN(const std::shared_ptr<Session> session, scope_.RequireSession(*context, peer));
     ASSIGN_OR_RETURN(const StreamPriority priority, PriorityOf(request->priority()));
-    ASSIGN_OR_RETURN(const Id stream, scope_.sessions.OpenStream(*session, priority));
+    ASSIGN_OR_RETURN(const Id stream,
+                     scope_.sessions.OpenStream(*session, {.priority = priority, .gpu_waits = request->gpu_waits()}));
     reply->set_stream_id(stream.Bytes());
     return absl::OkStatus();
   });
@@ -319,9 +321,23 @@ grpc::ServerUnaryReactor* MemoryService::CreateTimeline(grpc::CallbackServerCont
     ASSIGN_OR_RETURN(const std::shared_ptr<Session> session, scope_.RequireSession(*context, peer));
     std::vector<std::string> shared_with(request->shared_with().begin(), request->shared_with().end());
     if (request->shared_with_own()) shared_with.push_back(peer.Principal());
-    ASSIGN_OR_RETURN(const Id timeline,
-                     scope_.sessions.CreateTimeline(*session, request->initial_value(), std::move(shared_with)));
+    ASSIGN_OR_RETURN(const Id timeline, scope_.sessions.CreateTimeline(*session, {.value = request->initial_value(),
+                                                                                  .shared_with = std::move(shared_with),
+                                                                                  .exported = request->exported()}));
     reply->set_timeline_id(timeline.Bytes());
+    return absl::OkStatus();
+  });
+}
+
+grpc::ServerUnaryReactor* MemoryService::ImportEvent(grpc::CallbackServerContext* context,
+                                                     const v1::ImportEventRequest* request,
+                                                     v1::ImportEventReply* reply) {
+  return Answer(context, scope_, RpcMethod::kMemoryImportEvent, [&](const Peer& peer) -> absl::Status {
+    ASSIGN_OR_RETURN(const std::shared_ptr<Session> session, scope_.RequireSession(*context, peer));
+    ASSIGN_OR_RETURN(const Id event, scope_.sessions.ImportEvent(*session, {.handle = request->handle(),
+                                                                            .device_uuid = request->device_uuid(),
+                                                                            .exporter_pid = request->exporter_pid()}));
+    reply->set_event_id(event.Bytes());
     return absl::OkStatus();
   });
 }
@@ -332,9 +348,12 @@ grpc::ServerUnaryReactor* MemoryService::SignalTimeline(grpc::CallbackServerCont
   return Answer(context, scope_, RpcMethod::kMemorySignalTimeline, [&](const Peer& peer) -> absl::Status {
     ASSIGN_OR_RETURN(const std::shared_ptr<Session> session, scope_.RequireSession(*context, peer));
     ASSIGN_OR_RETURN(const Id id, ParseId(request->point().id(), "point.id"));
-    const absl::StatusOr<std::shared_ptr<Timeline>> timeline = scope_.sessions.FindTimeline(*session, id);
-    if (!timeline.ok()) return InField("point.id", timeline.status());
-    (*timeline)->Signal(request->point().value(), absl::OkStatus());
+    const std::uint64_t value = request->point().value();
+    ASSIGN_OR_RETURN(const SessionTable::FoundPoint found, ResolvePoint(scope_.sessions, *session, id, value, "point"));
+    if (found.event != nullptr) {
+      return absl::InvalidArgumentError("point.id: is an event, which only a submission's end signals");
+    }
+    found.timeline->Signal(value, absl::OkStatus());
     return absl::OkStatus();
   });
 }

@@ -35,6 +35,8 @@ class MemoryService final : public v1::Memory::CallbackService {
   grpc::ServerUnaryReactor* CreateTimeline(grpc::CallbackServerContext* context,
                                            const v1::CreateTimelineRequest* request,
                                            v1::CreateTimelineReply* reply) override;
+  grpc::ServerUnaryReactor* ImportEvent(grpc::CallbackServerContext* context, const v1::ImportEventRequest* request,
+                                        v1::ImportEventReply* reply) override;
   grpc::ServerUnaryReactor* SignalTimeline(grpc::CallbackServerContext* context,
                                            const v1::SignalTimelineRequest* request,
                                            v1::SignalTimelineReply* reply) override;

@@ -53,6 +53,7 @@ Access AccessOf(RpcMethod method) {
     case RpcMethod::kMemoryShareBuffer:
     case RpcMethod::kMemoryOpenStream:
     case RpcMethod::kMemoryCreateTimeline:
+    case RpcMethod::kMemoryImportEvent:
     case RpcMethod::kMemorySignalTimeline:
     case RpcMethod::kMemorySynchronize:
     case RpcMethod::kMemoryReleaseSync:

@@ -10,6 +10,7 @@
 #include "common/status_macros.h"
 #include "common/text.h"
 #include "server/rpc/decode.h"
+#include "server/rpc/sync_point.h"
 
 namespace tessera::server {
 namespace {
@@ -33,13 +34,22 @@ absl::Status BindOp(const RpcScope& scope, const v1::GemmOp& op, std::string* in
   return absl::OkStatus();
 }
 
+// Events among `points` go to `record`; null: they are waited for.
 absl::StatusOr<std::vector<SyncTarget>> BindPoints(const RpcScope& scope, const Session& session,
-                                                   const std::vector<DecodedPoint>& points, std::string_view field) {
+                                                   const std::vector<DecodedPoint>& points, std::string_view field,
+                                                   std::vector<std::shared_ptr<DeviceEvent>>* record) {
   std::vector<SyncTarget> targets;
-  for (const DecodedPoint& point : points) {
-    absl::StatusOr<std::shared_ptr<Timeline>> timeline = scope.sessions.FindTimeline(session, point.id);
-    if (!timeline.ok()) return InField(absl::StrCat(Av(field), "[", targets.size(), "].id"), timeline.status());
-    targets.push_back({.timeline = *std::move(timeline), .value = point.value});
+  for (std::size_t i = 0; i < points.size(); ++i) {
+    ASSIGN_OR_RETURN(
+        SessionTable::FoundPoint found,
+        ResolvePoint(scope.sessions, session, points[i].id, points[i].value, absl::StrCat(Av(field), "[", i, "]")));
+    if (found.event == nullptr) {
+      targets.push_back({.timeline = std::move(found.timeline), .value = points[i].value, .own = found.own});
+    } else if (record != nullptr) {
+      record->push_back(std::move(found.event));
+    } else {
+      targets.push_back({.timeline = scope.sessions.Await(found.event), .value = 1});
+    }
   }
   return targets;
 }
@@ -69,8 +79,8 @@ absl::Status BindOptions(const RpcScope& scope, const DecodedOptions& options, S
     if (!lane.ok()) return InField("options.stream", lane.status());
     submission.lane = *std::move(lane);
   }
-  ASSIGN_OR_RETURN(submission.wait, BindPoints(scope, session, options.wait, "options.wait"));
-  ASSIGN_OR_RETURN(submission.signal, BindPoints(scope, session, options.signal, "options.signal"));
+  ASSIGN_OR_RETURN(submission.wait, BindPoints(scope, session, options.wait, "options.wait", nullptr));
+  ASSIGN_OR_RETURN(submission.signal, BindPoints(scope, session, options.signal, "options.signal", &submission.record));
   return absl::OkStatus();
 }
 

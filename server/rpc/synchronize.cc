@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/status_macros.h"
 #include "common/text.h"
+#include "server/rpc/sync_point.h"
 
 namespace tessera::server {
 namespace {
@@ -86,19 +87,23 @@ class SynchronizeReactor final : public grpc::ServerUnaryReactor {
   absl::Status AwaitPoint(const Session& session) {
     Id id;
     if (!Id::Parse(request_.point().id(), id)) return absl::InvalidArgumentError("point.id: must be 16 bytes");
-    absl::StatusOr<std::shared_ptr<Timeline>> found = scope_.sessions.FindTimeline(session, id);
-    if (!found.ok()) return InField("point.id", found.status());
-    const std::uint64_t value = request_.point().value();
-    timeline_ = *found;
-    const auto reached = [this, weak = timeline_, value, answerer = answerer_] {
+    std::uint64_t value = request_.point().value();
+    ASSIGN_OR_RETURN(SessionTable::FoundPoint found, ResolvePoint(scope_.sessions, session, id, value, "point"));
+    const bool is_event = found.event != nullptr;
+    if (is_event) {
+      awaited_event_ = found.timeline = scope_.sessions.Await(found.event);
+      value = 1;
+    }
+    timeline_ = found.timeline;
+    const auto reached = [this, weak = timeline_, value, is_event, answerer = answerer_] {
       if (!answerer->Claim()) return;
       if (const std::shared_ptr<Timeline> timeline = weak.lock(); timeline != nullptr) {
         Tell(timeline->Reached(value).value_or(absl::OkStatus()));
-        reply_.set_value(timeline->value());
+        if (!is_event) reply_.set_value(timeline->value());
       }
       answerer->AnswerClaimed(absl::OkStatus());
     };
-    ticket_ = (*found)->WakeWhenReached(value, reached);
+    ticket_ = found.timeline->WakeWhenReached(value, reached);
     if (!ticket_) reached();
     return absl::OkStatus();
   }
@@ -120,7 +125,8 @@ class SynchronizeReactor final : public grpc::ServerUnaryReactor {
   std::shared_ptr<Executor::Wait> wait_;
   std::weak_ptr<Timeline> timeline_;  // that it waits for, if it does
   Timeline::Ticket ticket_;
-  std::shared_ptr<const void> waiting_;  // a place among the waits that a session may have
+  std::shared_ptr<Timeline> awaited_event_;  // null: it does not wait for one
+  std::shared_ptr<const void> waiting_;      // a place among the waits that a session may have
 };
 
 }  // namespace

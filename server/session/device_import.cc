@@ -20,11 +20,12 @@ absl::Status CheckAllocationId(std::string_view field, std::uint64_t allocation_
       ": missing; CU_POINTER_ATTRIBUTE_BUFFER_ID, or any number that this session gives no other allocation"));
 }
 
-absl::StatusOr<LegacyHandle> ParseLegacyHandle(const std::string& bytes) {
+absl::StatusOr<LegacyHandle> ParseLegacyHandle(std::string_view field, std::string_view type,
+                                               const std::string& bytes) {
   LegacyHandle handle;
   if (bytes.size() != handle.size()) {
     return absl::InvalidArgumentError(
-        absl::StrCat("cuda_ipc_handle.handle: ", bytes.size(), " bytes; cudaIpcMemHandle_t has ", handle.size()));
+        absl::StrCat(Av(field), ": ", bytes.size(), " bytes; ", Av(type), " has ", handle.size()));
   }
   std::copy(bytes.begin(), bytes.end(), handle.begin());
   return handle;
@@ -32,30 +33,44 @@ absl::StatusOr<LegacyHandle> ParseLegacyHandle(const std::string& bytes) {
 
 // The driver tells processes apart by PID number alone: a handle of a process with the daemon's own number (both may be
 // 1, each in its container) is taken for the daemon's, and opening it fails.
-absl::Status CheckExporter(const Peer& peer, std::int64_t exporter_pid) {
-  constexpr char kInstead[] = "; use memory that the daemon allocates, or pass cuMemCreate memory as a cuda_descriptor";
+absl::Status CheckExporter(const Peer& peer, std::int64_t exporter_pid, std::string_view instead) {
   if (exporter_pid <= 0) {
-    return absl::InvalidArgumentError(
-        "cuda_ipc_handle.exporter_pid: must be getpid() of the process that owns the memory");
+    return absl::InvalidArgumentError("exporter_pid: must be getpid() of the process that made the handle");
   }
   if (peer.pid == ::getpid()) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "cuda_ipc_handle: a process cannot open its own handle, and you are the daemon's process", kInstead));
+    return absl::FailedPreconditionError(
+        absl::StrCat("handle: a process cannot open its own handle, and you are the daemon's process; ", Av(instead)));
   }
   if (exporter_pid == ::getpid()) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("cuda_ipc_handle.exporter_pid: ", exporter_pid,
-                     " is the daemon's PID number, too, and the driver refuses such handles", kInstead));
+    return absl::FailedPreconditionError(absl::StrCat("exporter_pid: ", exporter_pid,
+                                                      " is the daemon's PID number, too, and the driver refuses such "
+                                                      "handles; ",
+                                                      Av(instead)));
   }
   return absl::OkStatus();
+}
+
+// The error of a check of a message that is the field cuda_ipc_handle.
+absl::Status InCudaIpcHandle(const absl::Status& status) {
+  if (status.ok()) return status;
+  return absl::Status(status.code(), absl::StrCat("cuda_ipc_handle.", MessageOf(status)));
 }
 
 }  // namespace
 
 absl::StatusOr<LegacyHandle> CheckLegacyImport(const LegacyImport& import, const Peer& peer) {
-  ASSIGN_OR_RETURN(const LegacyHandle handle, ParseLegacyHandle(import.handle));
+  ASSIGN_OR_RETURN(const LegacyHandle handle,
+                   ParseLegacyHandle("cuda_ipc_handle.handle", "cudaIpcMemHandle_t", import.handle));
   RETURN_IF_ERROR(CheckAllocationId("cuda_ipc_handle.allocation_id", import.allocation_id));
-  RETURN_IF_ERROR(CheckExporter(peer, import.exporter_pid));
+  RETURN_IF_ERROR(InCudaIpcHandle(
+      CheckExporter(peer, import.exporter_pid,
+                    "use memory that the daemon allocates, or pass cuMemCreate memory as a cuda_descriptor")));
+  return handle;
+}
+
+absl::StatusOr<LegacyHandle> CheckEventImport(const EventImport& import, const Peer& peer) {
+  ASSIGN_OR_RETURN(const LegacyHandle handle, ParseLegacyHandle("handle", "cudaIpcEventHandle_t", import.handle));
+  RETURN_IF_ERROR(CheckExporter(peer, import.exporter_pid, "use an exported timeline"));
   return handle;
 }
 

@@ -32,6 +32,13 @@ struct DescriptorImport {
   std::uint64_t bytes = 0;  // 0 = to the end
 };
 
+struct EventImport {
+  std::string handle;  // of cudaIpcGetEventHandle
+  std::string device_uuid;
+  std::int64_t exporter_pid = 0;  // as LegacyImport
+};
+
+absl::StatusOr<LegacyHandle> CheckEventImport(const EventImport& import, const Peer& peer);
 absl::StatusOr<LegacyHandle> CheckLegacyImport(const LegacyImport& import, const Peer& peer);
 absl::Status CheckDescriptorImport(const DescriptorImport& import, std::uint64_t granularity);
 

@@ -52,8 +52,37 @@ class Mapping {
   const std::uint64_t bytes_;
 };
 
-// What cudaIpcGetMemHandle gives: names one cudaMalloc allocation of another process.
+// What cudaIpcGetMemHandle gives: names one cudaMalloc allocation of another process. cudaIpcGetEventHandle gives the
+// like for events.
 using LegacyHandle = std::array<char, 64>;
+
+// Memory of this process that a GPU reads and writes, too, until the object is gone.
+class HostRegistration {
+ public:
+  explicit HostRegistration(std::uint64_t address) : address_(address) {}
+  HostRegistration(const HostRegistration&) = delete;
+  HostRegistration& operator=(const HostRegistration&) = delete;
+  virtual ~HostRegistration() = default;
+
+  std::uint64_t address() const { return address_; }  // for the GPU
+
+ private:
+  const std::uint64_t address_;
+};
+
+// An event that another process made and records behind its work, or waits for. Thread-safe.
+class DeviceEvent {
+ public:
+  DeviceEvent() = default;
+  DeviceEvent(const DeviceEvent&) = delete;
+  DeviceEvent& operator=(const DeviceEvent&) = delete;
+  virtual ~DeviceEvent() = default;
+
+  // Whether all is over that it was last recorded behind. UNAVAILABLE: the GPU is lost.
+  virtual absl::StatusOr<bool> Done() = 0;
+  // Records it behind the work of a stream (cudaStream_t); null: behind nothing, so that it is done at once.
+  virtual absl::Status Record(void* stream) = 0;
+};
 
 // The memory of one GPU. Thread-safe. Mappings are of whole allocations, may outlive no DeviceMemory, and are unmapped
 // by their destructor, on whatever thread drops the last pin: nothing on the GPU uses them any more by then.
@@ -74,6 +103,12 @@ class DeviceMemory {
   // The allocation that `fd` shows, of which `allocation_bytes` are mapped. INVALID_ARGUMENT: `fd` is no allocation of
   // this GPU, or it is smaller than that.
   virtual absl::StatusOr<std::unique_ptr<Mapping>> ImportDescriptor(UniqueFd fd, std::uint64_t allocation_bytes) = 0;
+
+  // Whole pages, which stay mapped for longer than the result lives.
+  virtual absl::StatusOr<std::unique_ptr<HostRegistration>> RegisterHost(std::byte* memory, std::uint64_t bytes) = 0;
+
+  // Another process's event. INVALID_ARGUMENT: not a handle of a live one; FAILED_PRECONDITION as ImportLegacy.
+  virtual absl::StatusOr<std::unique_ptr<DeviceEvent>> ImportEvent(const LegacyHandle& handle) = 0;
 };
 
 // `bytes` rounded up to a multiple of `granularity`; the largest number if that has no 64-bit value.

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -17,12 +18,20 @@
 #include "server/session/import_cache.h"
 #include "server/session/peer.h"
 #include "server/session/reaper.h"
+#include "server/session/sync_page.h"
 #include "server/session/timeline.h"
 #include "server/telemetry/metrics.h"
 
 namespace tessera::server {
 
 enum class StreamPriority { kLow, kNormal, kHigh };
+
+// What a session asks of a stream.
+struct StreamSpec {
+  StreamPriority priority = StreamPriority::kNormal;
+  // Waits for exported timelines of the session's own are left to the GPU, where there is one.
+  bool gpu_waits = false;
+};
 
 // What the executor keeps for an in-order stream of a session; opaque here.
 class SessionLane {
@@ -85,9 +94,12 @@ class Session {
   std::atomic<Clock::duration> last_call_{Clock::now().time_since_epoch()};
   ImportCache imports_;      // a client's names for its allocations are good for itself only
   std::vector<Id> buffers_;  // guarded by SessionTable::mutex_, as the next two
-  std::vector<Id> syncs_;    // streams and timelines
+  std::vector<Id> syncs_;    // streams, timelines and events
   std::size_t num_streams_ = 0;
   std::vector<std::weak_ptr<SessionLane>> released_lanes_;  // of streams given back; there while work of theirs is
+
+  std::mutex page_mutex_;
+  std::shared_ptr<SyncPage> page_;  // of its exported timelines; null until the first
 
   // Whoever waits for the session's end waits for buffers that were released before it and are not gone, too: each of
   // them holds this object, which gets the token of the end. Guarded by SessionTable::mutex_; null once it has ended.

@@ -85,7 +85,7 @@ SessionTable::SessionTable(std::uint32_t epoch, const SessionLimits& limits, Met
       leases_("lease", epoch),
       sessions_("session", epoch),
       buffers_("buffer", epoch),
-      syncs_("stream or timeline", epoch) {}
+      syncs_("stream, timeline or event", epoch) {}
 
 absl::Status SessionTable::LimitReached(Limit limit, std::uint64_t value) {
   metrics_.Refused(limit);
@@ -135,12 +135,17 @@ absl::StatusOr<std::uint64_t> SessionTable::KeepDescriptor(const Id& lease, Uniq
   return ticket;
 }
 
-absl::StatusOr<BufferPin> SessionTable::ExportBuffer(const Id& lease, const Id& buffer) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+absl::StatusOr<Session*> SessionTable::SessionOn(const Id& lease) {
   ASSIGN_OR_RETURN(Lease * holder, leases_.Find(lease));
   if (holder->session == Id{}) return absl::FailedPreconditionError("no session was opened on this connection");
   ASSIGN_OR_RETURN(std::shared_ptr<Session> * session, sessions_.Find(holder->session));
-  ASSIGN_OR_RETURN(OwnedBuffer * owned, FindOwned(**session, buffer));
+  return session->get();
+}
+
+absl::StatusOr<BufferPin> SessionTable::ExportBuffer(const Id& lease, const Id& buffer) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ASSIGN_OR_RETURN(Session * session, SessionOn(lease));
+  ASSIGN_OR_RETURN(OwnedBuffer * owned, FindOwned(*session, buffer));
   if (owned->buffer->origin() != BufferOrigin::kAllocated) {
     return absl::FailedPreconditionError("imported memory; its descriptor is the client's own");
   }
@@ -151,7 +156,7 @@ std::shared_ptr<Session> SessionTable::MakeSession(const Peer& peer, std::string
   std::shared_ptr<Session> session(new Session());
   session->peer_ = peer;
   session->label_ = label;
-  session->lane_ = make_lane_(StreamPriority::kNormal);
+  session->lane_ = make_lane_(StreamSpec{});
   session->account_ = accounts_.Of(peer);
   // Memory that is not gone counts for its principal, and so holds the account.
   const std::shared_ptr<MemoryBudget> of_principal(session->account_, session->account_->memory.get());
@@ -615,8 +620,8 @@ SessionCounts SessionTable::Counts() {
   return counts;
 }
 
-absl::StatusOr<Id> SessionTable::OpenStream(Session& session, StreamPriority priority) {
-  OwnedSync sync{.lane = make_lane_(priority), .timeline = nullptr, .owner = nullptr, .shared_with = {}};
+absl::StatusOr<Id> SessionTable::OpenStream(Session& session, const StreamSpec& spec) {
+  OwnedSync sync{.lane = make_lane_(spec)};
   const std::lock_guard<std::mutex> lock(mutex_);
   ASSIGN_OR_RETURN(std::shared_ptr<Session> * owner, sessions_.Find(session.id_));
   if (session.num_streams_ >= limits_.streams_per_session_max) {
@@ -634,31 +639,66 @@ absl::StatusOr<Id> SessionTable::OpenStream(Session& session, StreamPriority pri
   return stream;
 }
 
-absl::StatusOr<Id> SessionTable::CreateTimeline(Session& session, std::uint64_t value,
-                                                std::vector<std::string> shared_with) {
-  if (shared_with.size() > kSharesMax) {
-    return absl::InvalidArgumentError(absl::StrCat("shared_with: ", shared_with.size(), "; at most ", kSharesMax));
-  }
-  for (const std::string& principal : shared_with) {
-    if (!CheckPrincipal(principal).ok()) {
-      return absl::InvalidArgumentError("shared_with: must be such as uid:1000; `tessera status` tells a caller's own");
-    }
-  }
+absl::StatusOr<Id> SessionTable::RegisterSync(Session& session, OwnedSync sync) {
   const std::lock_guard<std::mutex> lock(mutex_);
   ASSIGN_OR_RETURN(std::shared_ptr<Session> * owner, sessions_.Find(session.id_));
   if (session.syncs_.size() - session.num_streams_ >= limits_.timelines_per_session_max) {
     return LimitReached(Limit::kTimelinesPerSession, limits_.timelines_per_session_max);
   }
-  Id timeline;
+  sync.owner = *owner;
+  Id result;
   syncs_.Insert([&](const Id& id) {
-    timeline = id;
-    return OwnedSync{.lane = nullptr,
-                     .timeline = std::make_shared<Timeline>(value),
-                     .owner = *owner,
-                     .shared_with = std::move(shared_with)};
+    result = id;
+    return std::move(sync);
   });
-  session.syncs_.push_back(timeline);
-  return timeline;
+  session.syncs_.push_back(result);
+  return result;
+}
+
+absl::StatusOr<SharedWord> SessionTable::TakeWord(Session& session, std::uint64_t value) {
+  if (value >= kSyncValueMax) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("initial_value: ", value, "; an exported timeline stays below ", kSyncValueMax));
+  }
+  const std::lock_guard<std::mutex> lock(session.page_mutex_);
+  if (session.page_ == nullptr) {
+    ASSIGN_OR_RETURN(std::unique_ptr<SyncPage> page, SyncPage::Make(devices_));
+    // A GPU gives it back, which may take its time.
+    session.page_ = std::shared_ptr<SyncPage>(
+        page.release(), [&reaper = reaper_](SyncPage* gone) { reaper.Post([gone] { delete gone; }); });
+  }
+  std::optional<SharedWord> word = session.page_->Take(value);
+  if (word.has_value()) return *std::move(word);
+  return absl::ResourceExhaustedError(
+      absl::StrCat("exported: a session has at most ", SyncPage::kSlots, " exported timelines"));
+}
+
+absl::StatusOr<Id> SessionTable::CreateTimeline(Session& session, TimelineSpec spec) {
+  if (spec.shared_with.size() > kSharesMax) {
+    return absl::InvalidArgumentError(absl::StrCat("shared_with: ", spec.shared_with.size(), "; at most ", kSharesMax));
+  }
+  for (const std::string& principal : spec.shared_with) {
+    if (!CheckPrincipal(principal).ok()) {
+      return absl::InvalidArgumentError("shared_with: must be such as uid:1000; `tessera status` tells a caller's own");
+    }
+  }
+  OwnedSync sync{.shared_with = std::move(spec.shared_with)};
+  if (spec.exported) {
+    ASSIGN_OR_RETURN(SharedWord word, TakeWord(session, spec.value));
+    sync.timeline = std::make_shared<Timeline>(std::move(word), poller_);
+  } else {
+    sync.timeline = std::make_shared<Timeline>(spec.value);
+  }
+  return RegisterSync(session, std::move(sync));
+}
+
+absl::StatusOr<Id> SessionTable::ImportEvent(Session& session, const EventImport& import) {
+  ASSIGN_OR_RETURN(const LegacyHandle handle, CheckEventImport(import, session.peer_));
+  ASSIGN_OR_RETURN(DeviceMemory* const device, FindDevice("device_uuid", import.device_uuid));
+  absl::StatusOr<std::unique_ptr<DeviceEvent>> event = device->ImportEvent(handle);
+  if (!event.ok()) return InField("handle", event.status());
+  const auto destroy = [&reaper = reaper_](DeviceEvent* gone) { reaper.Post([gone] { delete gone; }); };
+  return RegisterSync(session, {.event = std::shared_ptr<DeviceEvent>(event->release(), destroy)});
 }
 
 absl::StatusOr<SessionTable::OwnedSync*> SessionTable::FindSync(const Session& session, const Id& sync) {
@@ -670,17 +710,55 @@ absl::StatusOr<SessionTable::OwnedSync*> SessionTable::FindSync(const Session& s
 absl::StatusOr<std::shared_ptr<SessionLane>> SessionTable::FindStream(const Session& session, const Id& stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
   ASSIGN_OR_RETURN(OwnedSync * found, FindSync(session, stream));
-  if (found->lane == nullptr) return absl::InvalidArgumentError("is a timeline, not a stream");
+  if (found->lane == nullptr) return absl::InvalidArgumentError("is not a stream");
   return found->lane;
 }
 
-absl::StatusOr<std::shared_ptr<Timeline>> SessionTable::FindTimeline(const Session& session, const Id& timeline) {
+absl::StatusOr<SessionTable::FoundPoint> SessionTable::FindPoint(const Session& session, const Id& sync) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  ASSIGN_OR_RETURN(OwnedSync * found, syncs_.Find(timeline));
+  ASSIGN_OR_RETURN(OwnedSync * found, syncs_.Find(sync));
+  const bool own = found->owner.get() == &session;
   const bool shared = std::find(found->shared_with.begin(), found->shared_with.end(), session.account_->principal) !=
                       found->shared_with.end();
-  if (found->owner.get() != &session && !shared) return absl::PermissionDeniedError("belongs to another session");
-  if (found->timeline == nullptr) return absl::InvalidArgumentError("is a stream, not a timeline");
+  if (!own && !shared) return absl::PermissionDeniedError("belongs to another session");
+  if (found->lane != nullptr) return absl::InvalidArgumentError("is a stream, not a timeline or an event");
+  return FoundPoint{.timeline = found->timeline, .event = found->event, .own = own};
+}
+
+namespace {
+
+// Polled for as long as somebody has its timeline.
+class AwaitedEvent final : public Pollable {
+ public:
+  explicit AwaitedEvent(std::shared_ptr<DeviceEvent> event) : event_(std::move(event)) {}
+  Timeline& timeline() { return timeline_; }
+
+  bool Poll() override {
+    const absl::StatusOr<bool> done = event_->Done();
+    if (done.ok() && !*done) return true;
+    timeline_.Signal(1, done.status());
+    return false;
+  }
+
+ private:
+  const std::shared_ptr<DeviceEvent> event_;
+  Timeline timeline_;
+};
+
+}  // namespace
+
+std::shared_ptr<Timeline> SessionTable::Await(const std::shared_ptr<DeviceEvent>& event) {
+  const auto awaited = std::make_shared<AwaitedEvent>(event);
+  if (awaited->Poll()) poller_->Add(awaited);
+  return {awaited, &awaited->timeline()};
+}
+
+absl::StatusOr<std::shared_ptr<Timeline>> SessionTable::ExportTimeline(const Id& lease, const Id& timeline) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ASSIGN_OR_RETURN(Session * session, SessionOn(lease));
+  ASSIGN_OR_RETURN(OwnedSync * found, FindSync(*session, timeline));
+  if (found->timeline == nullptr) return absl::InvalidArgumentError("is not a timeline");
+  if (found->timeline->word() == nullptr) return absl::FailedPreconditionError("was created without `exported`");
   return found->timeline;
 }
 
@@ -707,7 +785,7 @@ std::vector<SessionTable::OwnedSync> SessionTable::TakeSyncs(Session& session) {
   for (const Id& id : session.syncs_) syncs.push_back(*syncs_.Remove(id));
   for (const auto& released : session.released_lanes_) {
     if (auto lane = released.lock(); lane != nullptr) {
-      syncs.push_back({.lane = std::move(lane), .timeline = nullptr, .owner = nullptr, .shared_with = {}});
+      syncs.push_back({.lane = std::move(lane)});
     }
   }
   num_streams_ -= session.num_streams_;

@@ -33,6 +33,8 @@
 #include "server/session/peer.h"
 #include "server/session/reaper.h"
 #include "server/session/session.h"
+#include "server/session/sync_page.h"
+#include "server/session/sync_poller.h"
 #include "server/session/timeline.h"
 
 namespace tessera::server {
@@ -119,7 +121,7 @@ struct SessionCounts {
 class SessionTable {
  public:
   using Clock = std::chrono::steady_clock;
-  using MakeLane = std::function<std::shared_ptr<SessionLane>(StreamPriority priority)>;
+  using MakeLane = std::function<std::shared_ptr<SessionLane>(const StreamSpec& spec)>;
   // Whom a list is about.
   using Includes = std::function<bool(const Peer& owner)>;
 
@@ -184,12 +186,28 @@ class SessionTable {
   Page<BufferRow> ListBuffers(const Includes& include, const std::string& shared_with = {},
                               const PageRequest& page = {});
 
-  // Streams and timelines. Errors begin with no field's name: ids of these come in several fields.
-  absl::StatusOr<Id> OpenStream(Session& session, StreamPriority priority);
-  // `shared_with`: principals whose other sessions may wait for it and signal it, too.
-  absl::StatusOr<Id> CreateTimeline(Session& session, std::uint64_t value, std::vector<std::string> shared_with);
+  // Streams, timelines and events. Errors begin with no field's name: ids of these come in several fields.
+  absl::StatusOr<Id> OpenStream(Session& session, const StreamSpec& spec);
+  struct TimelineSpec {
+    std::uint64_t value = 0;
+    std::vector<std::string> shared_with = {};  // principals whose other sessions may wait for it and signal it, too
+    bool exported = false;                      // shows its value in memory: ExportTimeline
+  };
+  absl::StatusOr<Id> CreateTimeline(Session& session, TimelineSpec spec);
+  absl::StatusOr<Id> ImportEvent(Session& session, const EventImport& import);
   absl::StatusOr<std::shared_ptr<SessionLane>> FindStream(const Session& session, const Id& stream);
-  absl::StatusOr<std::shared_ptr<Timeline>> FindTimeline(const Session& session, const Id& timeline);
+
+  // What a SyncPoint names.
+  struct FoundPoint {
+    std::shared_ptr<Timeline> timeline;  // null: an event
+    std::shared_ptr<DeviceEvent> event;  // null: a timeline
+    bool own = false;                    // of this session
+  };
+  absl::StatusOr<FoundPoint> FindPoint(const Session& session, const Id& sync);
+  // A timeline that is at 1 once all is over that the event was last recorded behind.
+  std::shared_ptr<Timeline> Await(const std::shared_ptr<DeviceEvent>& event);
+  // An exported timeline of the lease's session, for passing its page's descriptor. FAILED_PRECONDITION: not exported.
+  absl::StatusOr<std::shared_ptr<Timeline>> ExportTimeline(const Id& lease, const Id& timeline);
   absl::Status ReleaseSync(Session& session, const Id& sync);
   // All streams of a session, its own first.
   std::vector<std::shared_ptr<SessionLane>> LanesOf(const Session& session);
@@ -209,12 +227,13 @@ class SessionTable {
     std::shared_ptr<Session> owner;
     std::vector<BufferShare> shares;  // at most kSharesMax
   };
-  // Either a stream or a timeline.
+  // A stream, a timeline or an event.
   struct OwnedSync {
-    std::shared_ptr<SessionLane> lane;
-    std::shared_ptr<Timeline> timeline;
-    std::shared_ptr<Session> owner;
-    std::vector<std::string> shared_with;  // principals; at most kSharesMax
+    std::shared_ptr<SessionLane> lane = nullptr;
+    std::shared_ptr<Timeline> timeline = nullptr;
+    std::shared_ptr<DeviceEvent> event = nullptr;
+    std::shared_ptr<Session> owner = nullptr;
+    std::vector<std::string> shared_with = {};  // principals; at most kSharesMax
   };
   // A session that has ended. Its calls hold the session, its memory is in the budget; it is gone when neither is
   // there. How many there are is bounded by the queue and by the limits of buffers.
@@ -238,9 +257,12 @@ class SessionTable {
   absl::StatusOr<UniqueFd> TakeDescriptor(const Session& session, std::uint64_t ticket);
   absl::Status LimitReached(Limit limit, std::uint64_t value);
   absl::StatusOr<NewBuffer> Register(Session& session, std::shared_ptr<Buffer> buffer);
+  absl::StatusOr<SharedWord> TakeWord(Session& session, std::uint64_t value);
+  absl::StatusOr<Id> RegisterSync(Session& session, OwnedSync sync);  // a timeline or an event
   std::shared_ptr<Session> MakeSession(const Peer& peer, std::string_view label);
 
   // With mutex_ held.
+  absl::StatusOr<Session*> SessionOn(const Id& lease);
   absl::StatusOr<Id> Admit(const std::shared_ptr<Session>& session);
   absl::StatusOr<OwnedBuffer*> FindOwned(const Session& session, const Id& buffer);
   absl::StatusOr<OwnedSync*> FindSync(const Session& session, const Id& sync);  // of its own
@@ -266,6 +288,8 @@ class SessionTable {
   std::size_t num_streams_ = 0;  // among syncs_
   std::list<EndedSession> ended_;
   std::uint64_t next_ticket_ = 1;
+
+  const std::shared_ptr<SyncPoller> poller_ = std::make_shared<SyncPoller>();  // last: its thread ends first
 };
 
 }  // namespace tessera::server

@@ -58,14 +58,21 @@ class SideConnection : public std::enable_shared_from_this<SideConnection> {
     }
     if (message->bytes.empty()) return End();
     v1::SideReply reply;
-    BufferPin pin;  // holds the descriptor until it is sent
-    const absl::Status status = Handle(*message, reply, pin);
+    Passed passed;
+    const absl::Status status = Handle(*message, reply, passed);
     if (!status.ok()) SetError(status, reply);
-    if (!Send(reply, status.ok() && pin ? pin->fd() : -1)) return End();
+    if (!Send(reply, passed.fd)) return End();
     Wait();
   }
 
-  absl::Status Handle(FdMessage& message, v1::SideReply& reply, BufferPin& pin) {
+  // A descriptor for the reply, and what holds it until it is sent.
+  struct Passed {
+    int fd = -1;
+    BufferPin buffer;
+    std::shared_ptr<Timeline> timeline;
+  };
+
+  absl::Status Handle(FdMessage& message, v1::SideReply& reply, Passed& passed) {
     v1::SideRequest request;
     if (!request.ParseFromString(message.bytes)) request.clear_kind();
     switch (request.kind_case()) {
@@ -74,7 +81,10 @@ class SideConnection : public std::enable_shared_from_this<SideConnection> {
         return PassDescriptor(message, reply);
       case v1::SideRequest::kFetchDescriptor:
         metrics_.SideMessageReceived(SideMessage::kFetch);
-        return FetchDescriptor(request.fetch_descriptor().buffer_id(), reply, pin);
+        return FetchDescriptor(request.fetch_descriptor().buffer_id(), *reply.mutable_descriptor_passed(), passed);
+      case v1::SideRequest::kFetchTimeline:
+        metrics_.SideMessageReceived(SideMessage::kFetchTimeline);
+        return FetchTimeline(request.fetch_timeline().timeline_id(), *reply.mutable_descriptor_passed(), passed);
       case v1::SideRequest::KIND_NOT_SET:
         break;
     }
@@ -89,17 +99,32 @@ class SideConnection : public std::enable_shared_from_this<SideConnection> {
     return ticket.status();
   }
 
-  absl::Status FetchDescriptor(const std::string& buffer_id, v1::SideReply& reply, BufferPin& pin) {
+  absl::Status FetchDescriptor(const std::string& buffer_id, v1::SideReply::DescriptorPassed& reply, Passed& passed) {
     Id id;
     if (!Id::Parse(buffer_id, id)) return absl::InvalidArgumentError("fetch_descriptor.buffer_id: must be 16 bytes");
     auto exported = sessions_.ExportBuffer(lease_, id);
     if (!exported.ok()) return InField("fetch_descriptor.buffer_id", exported.status());
-    pin = *std::move(exported);
-    v1::SideReply::DescriptorPassed& passed = *reply.mutable_descriptor_passed();
-    passed.set_byte_offset(0);
-    passed.set_bytes(pin->bytes());
-    passed.set_space(pin->space().Name());
-    passed.set_allocation_bytes(pin->allocation_bytes());
+    passed.buffer = *std::move(exported);
+    passed.fd = passed.buffer->fd();
+    reply.set_byte_offset(0);
+    reply.set_bytes(passed.buffer->bytes());
+    reply.set_space(passed.buffer->space().Name());
+    reply.set_allocation_bytes(passed.buffer->allocation_bytes());
+    return absl::OkStatus();
+  }
+
+  absl::Status FetchTimeline(const std::string& timeline_id, v1::SideReply::DescriptorPassed& reply, Passed& passed) {
+    Id id;
+    if (!Id::Parse(timeline_id, id)) return absl::InvalidArgumentError("fetch_timeline.timeline_id: must be 16 bytes");
+    auto exported = sessions_.ExportTimeline(lease_, id);
+    if (!exported.ok()) return InField("fetch_timeline.timeline_id", exported.status());
+    passed.timeline = *std::move(exported);
+    const SharedWord& word = *passed.timeline->word();
+    passed.fd = word.page()->fd();
+    reply.set_byte_offset(word.byte_offset());
+    reply.set_bytes(sizeof(SyncSlot));
+    reply.set_space(MemorySpace().Name());
+    reply.set_allocation_bytes(SyncPage::kBytes);
     return absl::OkStatus();
   }
 

@@ -4,29 +4,67 @@
 
 namespace tessera::server {
 
+Timeline::Timeline(SharedWord word, std::weak_ptr<SyncPoller> poller)
+    : word_(std::move(word)), poller_(std::move(poller)), value_(word_->Load()) {}
+
+// After the end the word says nothing any more: it was raised for whoever waits.
+void Timeline::Observe() const {
+  if (word_.has_value() && closed_.ok()) value_ = std::max(value_, word_->Load());
+}
+
 std::uint64_t Timeline::value() const {
   const std::lock_guard<std::mutex> lock(mutex_);
+  Observe();
   return value_;
 }
 
 void Timeline::Keep(std::uint64_t value, const absl::Status& error) {
   if (!failure_.has_value() || value < failure_->value) failure_ = Failure{value, error};
+  if (!word_.has_value() || !closed_.ok()) return;
+  word_->Fail(value, error.code());
+  failed_.insert(value);
+}
+
+void Timeline::RaiseFailed() {
+  while (!failed_.empty() && (expected_.empty() || *expected_.begin() >= *failed_.begin())) {
+    word_->Raise(*failed_.begin());
+    failed_.erase(failed_.begin());
+  }
 }
 
 void Timeline::Record(std::uint64_t value, const absl::Status& error) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  Observe();
   Keep(value, error);
 }
 
+void Timeline::Expect(std::uint64_t value) {
+  if (!word_.has_value()) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  expected_.insert(value);
+}
+
 void Timeline::Signal(std::uint64_t value, const absl::Status& status) {
+  Apply(value, status, /*expected=*/false);
+}
+
+void Timeline::Deliver(std::uint64_t value, const absl::Status& status) {
+  Apply(value, status, word_.has_value());
+}
+
+void Timeline::Apply(std::uint64_t value, const absl::Status& status, bool expected) {
   std::vector<Wake> reached;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (status.ok()) {
-      value_ = std::max(value_, value);
-    } else {
+    Observe();
+    if (!status.ok()) {
       Keep(value, status);
+    } else {
+      value_ = std::max(value_, value);
+      if (word_.has_value()) word_->Raise(value);
     }
+    if (expected) expected_.erase(expected_.find(value));
+    if (word_.has_value()) RaiseFailed();
     reached = TakeReached();
   }
   for (const Wake& wake : reached) wake();
@@ -36,14 +74,43 @@ void Timeline::Close(const absl::Status& why) {
   std::vector<Wake> reached;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (closed_.ok()) closed_ = why;
+    Observe();
+    if (closed_.ok()) {
+      closed_ = why;
+      failed_.clear();
+      if (word_.has_value()) {
+        word_->Fail(value_ + 1, why.code());
+        word_->Raise(kSyncValueMax);
+      }
+    }
     reached = TakeReached();
   }
   for (const Wake& wake : reached) wake();
 }
 
+void Timeline::RaiseClosed() {
+  constexpr int kTimes = 1000;  // a client may write without a pause: then a GPU that looks sees one or the other
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!word_.has_value() || closed_.ok()) return;
+  for (int i = 0; i < kTimes; ++i) word_->Raise(kSyncValueMax);
+}
+
+bool Timeline::Poll() {
+  std::vector<Wake> reached;
+  bool more = false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Observe();
+    reached = TakeReached();
+    more = polled_ = !waiting_.empty();
+  }
+  for (const Wake& wake : reached) wake();
+  return more;
+}
+
 std::optional<absl::Status> Timeline::Reached(std::uint64_t value) const {
   const std::lock_guard<std::mutex> lock(mutex_);
+  Observe();
   return ReachedLocked(value);
 }
 
@@ -56,8 +123,12 @@ std::optional<absl::Status> Timeline::ReachedLocked(std::uint64_t value) const {
 
 Timeline::Ticket Timeline::WakeWhenReached(std::uint64_t value, Wake wake) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  Observe();
   if (ReachedLocked(value).has_value()) return {};
   waiting_.emplace(value, Waiting{.number = ++last_number_, .wake = std::move(wake)});
+  if (word_.has_value() && !std::exchange(polled_, true)) {
+    if (const std::shared_ptr<SyncPoller> poller = poller_.lock(); poller != nullptr) poller->Add(weak_from_this());
+  }
   return {.value = value, .number = last_number_};
 }
 

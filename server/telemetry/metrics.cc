@@ -404,6 +404,10 @@ void Metrics::OperationsGated(std::int64_t operations) {
   table_->gated().Increment(static_cast<double>(operations));
 }
 
+void Metrics::DeviceWaits(std::int64_t waits) {
+  table_->device_waits().Increment(static_cast<double>(waits));
+}
+
 void Metrics::OperationsUngated(std::int64_t operations) {
   table_->gated().Decrement(static_cast<double>(operations));
 }

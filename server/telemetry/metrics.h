@@ -93,6 +93,7 @@ class Metrics {
   void OperationFinished(const OperationSample& sample);
   // Held back before its launch, and held back no more.
   void OperationsGated(std::int64_t operations);
+  void DeviceWaits(std::int64_t waits);
   void OperationsUngated(std::int64_t operations);
   void GateTime(OpFamily op, double seconds);  // of one that was
 

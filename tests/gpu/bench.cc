@@ -21,6 +21,7 @@
 #include "absl/strings/str_cat.h"
 #include "common/status_macros.h"
 #include "common/text.h"
+#include "tests/gpu/bench_handover.h"
 #include "tests/gpu/bench_samples.h"
 #include "tests/gpu/bench_workers.h"
 #include "tests/gpu/e2e_daemon.h"
@@ -39,6 +40,7 @@ constexpr auto kWorkerLimit = 180s;
 struct Options {
   std::string dist;
   std::string json;
+  std::string handover_json;
   std::string vendor_json;
   std::string git = "unknown";
   bool allow_skip = false;
@@ -77,6 +79,7 @@ int RunWorker(const WorkerOptions& options) {
   if (options.name == "probe") status = Probe(options.lines);
   if (options.name == "launch") status = BenchLaunch(options.lines);
   if (options.name == "daemon") status = BenchDaemon(options.socket, options.lines);
+  if (options.name == "handover") status = BenchHandover(options.socket, options.lines);
   if (options.name == "vendor") status = BenchVendor(options.lines);
   if (status.ok()) return EXIT_SUCCESS;
   std::fprintf(stderr, "%s\n", MessageOf(status).c_str());
@@ -149,7 +152,25 @@ class Bench {
     }
     ASSIGN_OR_RETURN(const std::vector<Json> through_daemon, RunWorker("daemon", daemon->socket(), environment));
     AddLaunchLines(through_daemon, mps);
+    RETURN_IF_ERROR(RunHandover(daemon->socket(), mps, environment));
     return daemon->Stop();
+  }
+
+  absl::Status RunHandover(const std::string& socket, bool mps, const std::vector<std::string>& environment) {
+    if (options_.handover_json.empty()) return absl::OkStatus();
+    ASSIGN_OR_RETURN(const std::vector<Json> lines, RunWorker("handover", socket, environment));
+    LineFile file(options_.handover_json);
+    for (const Json& line : lines) {
+      Json whole = {{"case", line.at("case")}, {"mps", mps}};
+      whole.update(line);
+      whole.update(machine_);
+      file.Add(whole);
+      std::printf("%-18s %-8s %9.3f us, in one process %9.3f us, extra %9.3f us\n", line.value("case", "").c_str(),
+                  mps ? "MPS" : "no MPS", line.value("daemon_us", 0.0), line.value("in_process_us", 0.0),
+                  line.value("extra_us", 0.0));
+      std::fflush(stdout);
+    }
+    return file.ok() ? absl::OkStatus() : absl::InternalError("cannot write " + options_.handover_json);
   }
 
   absl::Status RunWithMps() {
@@ -202,7 +223,7 @@ absl::StatusOr<bool> RunBench(const Options& options) {
   ASSIGN_OR_RETURN(const ScratchDirectory scratch, ScratchDirectory::Make());
   Bench bench(options, scratch);
   RETURN_IF_ERROR(bench.Probe());
-  for (const std::string& path : {options.json, options.vendor_json}) {
+  for (const std::string& path : {options.json, options.handover_json, options.vendor_json}) {
     if (path.empty()) continue;
     std::ofstream file(path, std::ios::trunc);
     if (!file) return absl::InvalidArgumentError("cannot write " + path);
@@ -227,6 +248,8 @@ int main(int argc, char** argv) {
   CLI::App app("What a product costs on its way, with and without MPS, and our kernels beside cuBLASLt, on device 0");
   app.add_option("--dist", options.dist, "the installed tree: bin/tesserad");
   app.add_option("--json", options.json, "write a line of JSON for each case to this file");
+  app.add_option("--handover-json", options.handover_json,
+                 "measure handing work over between a client and the daemon, too: a line for each case");
   app.add_option("--vendor-json", options.vendor_json,
                  "compare kernels with cuBLASLt, too: a line for each shape and regime");
   app.add_option("--git", options.git, "revision to name in the lines")->envname("TESSERA_GIT");

@@ -53,7 +53,7 @@ class Submission {
         executor_(std::move(opened.devices), kernels::Backend::kCuda, {.queue_max = 16, .queue_per_session_max = 16},
                   metrics_),
         sessions_(/*epoch=*/1, {.sessions_max = 1, .leases_max = 1}, metrics_, reaper_,
-                  [this](server::StreamPriority priority) { return executor_.MakeLane(priority); }),
+                  [this](const server::StreamSpec& spec) { return executor_.MakeLane(spec); }),
         space_(server::MemorySpace::Gpu(gpu_memory_->uuid())),
         gemm_(gemm) {}
 

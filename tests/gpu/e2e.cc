@@ -16,6 +16,7 @@
 #include <optional>
 #include <random>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -25,6 +26,7 @@
 #include "common/text.h"
 #include "tests/gpu/e2e_client.h"
 #include "tests/gpu/e2e_daemon.h"
+#include "tests/gpu/e2e_handover.h"
 #include "tests/gpu/e2e_lifetimes.h"
 #include "tests/gpu/e2e_process.h"
 #include "tests/gpu/e2e_report.h"
@@ -131,6 +133,7 @@ class EnvironmentRun {
       for (const char* const job : {"routes", "refusals", "hostile", "cycles"}) RunJob(job);
       if (environment_.own_pids()) RunLifetimes();
       KillClients();
+      if (environment_.own_pids()) RunHandovers();
     }
     Row& end = Add("daemon's end");
     end.Check(daemon_->alive(), "the daemon is gone: " + daemon_->LogTail());
@@ -199,16 +202,19 @@ class EnvironmentRun {
               absl::StrCat("the metric tessera_isolation_mode does not say ", want));
   }
 
+  LifetimeStage Stage() {
+    return {.daemon = &daemon_->client(),
+            .same_pids = environment_.own_pids(),
+            .own_kernels = !environment_.mps,
+            .seed = options_.seed + static_cast<std::uint64_t>(results_),
+            .start = [this](const std::string& job, const std::string& board) { return StartClient(job, "", board); },
+            .new_path = [this](const std::string& name) { return ResultPath(name); },
+            .within = [this](std::chrono::milliseconds limit) { return options_.Within(limit); }};
+  }
+
   // Fewer where only the process numbers differ.
   void KillClients() {
-    const LifetimeStage stage{
-        .daemon = &daemon_->client(),
-        .same_pids = environment_.own_pids(),
-        .own_kernels = !environment_.mps,
-        .seed = options_.seed + static_cast<std::uint64_t>(results_),
-        .start = [this](const std::string& job, const std::string& board) { return StartClient(job, "", board); },
-        .new_path = [this](const std::string& name) { return ResultPath(name); },
-        .within = [this](std::chrono::milliseconds limit) { return options_.Within(limit); }};
+    const LifetimeStage stage = Stage();
     rows_.push_back(RunKilled(stage, environment_.own_pids() ? kKills : kKillsElsewhere));
     Row& alive = Add("after the kills");
     alive.Check(daemon_->alive(), "the daemon is gone: " + daemon_->LogTail());
@@ -221,6 +227,13 @@ class EnvironmentRun {
       RunJob(job);
     }
     RunJob("import-cycles", {}, environment_.mps ? kCyclesWithMps : kCycles);
+  }
+
+  void RunHandovers() {
+    for (const std::string_view job : kHandoverJobs) RunJob(std::string(job));
+    const LifetimeStage stage = Stage();
+    rows_.push_back(RunKilledInWait(stage));
+    if (stage.own_kernels) rows_.push_back(RunEventOfTheDead(stage));
   }
 
   const Options& options_;
@@ -334,5 +347,6 @@ int main(int argc, char** argv) {
   app.add_option("--board", client.board)->group("");
   app.add_option("--cycles", client.cycles)->group("");
   CLI11_PARSE(app, argc, argv);
+  if (IsHandoverJob(client.job)) return RunHandoverJob(client);
   return client.job.empty() ? Main(options) : RunClient(client);
 }

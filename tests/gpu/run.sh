@@ -8,6 +8,7 @@
 #          e2e          a daemon and other processes, over shared device memory     -> OUT/e2e.json
 #          isolation    what sharing the GPU costs and risks, with MPS and without  -> OUT/isolation.jsonl
 #          bench        what a call costs on its way                                -> OUT/launch.jsonl
+#                       and on a GPU between kernels of the client's                -> OUT/handover.jsonl
 #                       our kernels and cuBLASLt's in turns                         -> OUT/gemm_vendor.jsonl
 #          all          (default) all of them, in this order
 #   DIST   the installed tree: bin/, lib/, of the components gpu_tests and, but for conformance and sanitize, tessera.
@@ -21,7 +22,7 @@
 # and passed. TESSERA_GIT names the revision in the reports; else the file DIST/GIT does, else this repository.
 set -uo pipefail
 
-usage() { sed -n '2,22s/^# \{0,1\}//p' "$0"; }
+usage() { sed -n '2,23s/^# \{0,1\}//p' "$0"; }
 die() { echo "run.sh: $*" >&2; exit 2; }
 
 part=all
@@ -126,7 +127,8 @@ run_isolation() {
 
 run_bench() {
   run_program "$dist/bin/tessera-gpu-bench" --json "$out/launch.jsonl" \
-    --vendor-json "$out/gemm_vendor.jsonl" --dist "$dist" --budget-s "$(left_for_program)" "${allow_skip[@]}"
+    --handover-json "$out/handover.jsonl" --vendor-json "$out/gemm_vendor.jsonl" --dist "$dist" \
+    --budget-s "$(left_for_program)" "${allow_skip[@]}"
 }
 
 find_sanitizer() {

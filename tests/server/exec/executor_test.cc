@@ -204,7 +204,7 @@ class ExecutorTest : public ::testing::Test {
                        .session_buffer_bytes_max = 1U << 24U},
                       metrics_,
                       reaper_,
-                      [this](StreamPriority priority) { return executor_->MakeLane(priority); }};
+                      [this](const StreamSpec& spec) { return executor_->MakeLane(spec); }};
 };
 
 TEST_F(ExecutorTest, ProductsAreRightAndReported) {

@@ -145,7 +145,7 @@ inline std::uint64_t TestSeed() {
 struct LifecycleWorld {
   LifecycleWorld(const SessionLimits& limits, const ExecutorOptions& options, int threads)
       : executor(std::make_unique<Executor>(Devices(threads), std::nullopt, options, metrics)),
-        table(1, limits, metrics, reaper, [this](StreamPriority priority) { return executor->MakeLane(priority); }) {}
+        table(1, limits, metrics, reaper, [this](const StreamSpec& spec) { return executor->MakeLane(spec); }) {}
   ~LifecycleWorld() {
     table.EndAllSessions(SessionEnd::kDrained);
     AwaitIdle(reaper);  // until then it drops queued work of the executor

@@ -294,9 +294,9 @@ TEST_F(OrderTest, WhatWaitedForAFailureIsAbortedAndSoIsWhatWaitsForThat) {
 }
 
 TEST_F(OrderTest, AReleasedTimelineAbortsWhoeverWaits) {
-  const auto id = world_.table.CreateTimeline(*session_, 4, {});
+  const auto id = world_.table.CreateTimeline(*session_, {.value = 4});
   ASSERT_TRUE(id.ok());
-  const auto timeline = *world_.table.FindTimeline(*session_, *id);
+  const auto timeline = world_.table.FindPoint(*session_, *id)->timeline;
   Work waiting, later, reached;
   world_.Submit(Waiting(waiting, timeline, 5));
   EXPECT_EQ(waiting.calls(), 0);
@@ -839,8 +839,8 @@ TEST_F(LaunchAnswerTest, TimeIsSharedByTheOperationsOfASubmission) {
 
 TEST_F(LaunchAnswerTest, AStreamHasThePriorityThatItWasOpenedWith) {
   device_.priorities.clear();
-  ASSERT_TRUE(world_.table.OpenStream(*session_, StreamPriority::kHigh).ok());
-  ASSERT_TRUE(world_.table.OpenStream(*session_, StreamPriority::kLow).ok());
+  ASSERT_TRUE(world_.table.OpenStream(*session_, {.priority = StreamPriority::kHigh}).ok());
+  ASSERT_TRUE(world_.table.OpenStream(*session_, {.priority = StreamPriority::kLow}).ok());
   ASSERT_NE(world_.Open(), nullptr);
   EXPECT_THAT(device_.priorities, ElementsAre(StreamPriority::kHigh, StreamPriority::kLow, StreamPriority::kNormal));
 }

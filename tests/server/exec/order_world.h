@@ -169,14 +169,14 @@ struct OrderWorld {
 
   std::shared_ptr<Session> Open() { return OpenTestSession(table); }
   std::shared_ptr<SessionLane> OpenStream(Session& session) {
-    const auto stream = table.OpenStream(session, StreamPriority::kNormal);
+    const auto stream = table.OpenStream(session, {});
     EXPECT_TRUE(stream.ok()) << stream.status();
     return stream.ok() ? table.FindStream(session, *stream).value_or(nullptr) : nullptr;
   }
   std::shared_ptr<Timeline> MakeTimeline(Session& session) {
-    const auto made = table.CreateTimeline(session, 0, {});
+    const auto made = table.CreateTimeline(session, {});
     EXPECT_TRUE(made.ok()) << made.status();
-    return made.ok() ? table.FindTimeline(session, *made).value_or(nullptr) : nullptr;
+    return made.ok() ? table.FindPoint(session, *made)->timeline : nullptr;
   }
   void Submit(Submission submission) { executor->Submit(std::move(submission)); }
   double Metric(const std::string& series) const { return MetricValue(metrics, series); }
@@ -194,7 +194,7 @@ struct OrderWorld {
       {.sessions_max = 99, .leases_max = 99, .buffers_per_session_max = 99, .buffer_bytes_max = 1U << 24U},
       metrics,
       reaper,
-      [this](StreamPriority priority) { return executor->MakeLane(priority); }};
+      [this](const StreamSpec& spec) { return executor->MakeLane(spec); }};
 
  private:
   static std::vector<std::unique_ptr<Device>> Devices(std::unique_ptr<Device> device) {

@@ -99,7 +99,7 @@ struct World {
                       .session_buffer_bytes_max = 1U << 24U},
                      metrics,
                      reaper,
-                     [this](StreamPriority priority) { return executor->MakeLane(priority); }};
+                     [this](const StreamSpec& spec) { return executor->MakeLane(spec); }};
 
   std::atomic<int> submitted{0};
   std::atomic<int> answered{0};

@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -54,6 +55,21 @@ class FakeDeviceMemory final : public DeviceMemory {
     return Map(fd.get(), allocation_bytes, UniqueFd());
   }
 
+  absl::StatusOr<std::unique_ptr<HostRegistration>> RegisterHost(std::byte* memory, std::uint64_t /*bytes*/) override {
+    return std::make_unique<HostRegistration>(reinterpret_cast<std::uintptr_t>(memory));
+  }
+
+  absl::StatusOr<std::unique_ptr<DeviceEvent>> ImportEvent(const LegacyHandle& handle) override {
+    if (handle != kEventHandle) return absl::InvalidArgumentError("not a handle");
+    return std::make_unique<FakeEvent>(*this);
+  }
+
+  // Of the one event that there is, which a client records and lets be done.
+  static constexpr LegacyHandle kEventHandle = {'e'};
+  std::atomic<bool> event_done{false};
+  std::atomic<int> event_records{0};
+  std::atomic<int> events_open{0};
+
   // What a client's cudaIpcGetMemHandle would give for an allocation of `bytes`.
   std::string ExportLegacy(std::uint64_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -88,6 +104,20 @@ class FakeDeviceMemory final : public DeviceMemory {
 
    private:
     const UniqueFd fd_;
+    FakeDeviceMemory& device_;
+  };
+
+  class FakeEvent final : public DeviceEvent {
+   public:
+    explicit FakeEvent(FakeDeviceMemory& device) : device_(device) { ++device_.events_open; }
+    ~FakeEvent() override { --device_.events_open; }
+    absl::StatusOr<bool> Done() override { return device_.event_done.load(); }
+    absl::Status Record(void* /*stream*/) override {
+      ++device_.event_records;
+      return absl::OkStatus();
+    }
+
+   private:
     FakeDeviceMemory& device_;
   };
 

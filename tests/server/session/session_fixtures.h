@@ -45,7 +45,7 @@ class IdleLane : public SessionLane {
   std::int64_t gated() const override { return 0; }
 };
 
-inline std::shared_ptr<SessionLane> MakeIdleLane(StreamPriority /*priority*/) {
+inline std::shared_ptr<SessionLane> MakeIdleLane(const StreamSpec& /*spec*/) {
   return std::make_shared<IdleLane>();
 }
 

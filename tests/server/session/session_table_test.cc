@@ -90,7 +90,7 @@ class SessionTableTest : public ::testing::Test {
   Metrics metrics_{MetricsOptions{.version = "test", .variants = {}}};
   Reaper reaper_{std::chrono::seconds(10), metrics_};
   SessionTable table_{kEpoch, kLimits, metrics_, reaper_,
-                      [this](StreamPriority /*priority*/) { return std::make_shared<CountedLane>(lanes_); }};
+                      [this](const StreamSpec& /*spec*/) { return std::make_shared<CountedLane>(lanes_); }};
 };
 
 TEST_F(SessionTableTest, IdsSurviveTheWire) {

@@ -307,7 +307,7 @@ TEST_F(SideChannelTest, GarbageIsAnsweredAndKeepsTheConnection) {
   Id lease;
   const Client client = ConnectWelcomed(lease);
   const std::string garbage[] = {"\xff\xff\xff\xff", std::string(1, '\0'), std::string(4096, 'z'),
-                                 std::string("\x1a\x00", 2),            // a kind of a later version
+                                 std::string("\x22\x00", 2),            // a kind of a later version
                                  PassRequest() + std::string("\xff")};  // begins well
   for (const std::string& bytes : garbage) {
     const UniqueFd memory = MakeMemfd(10);

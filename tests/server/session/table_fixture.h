@@ -70,8 +70,8 @@ class TableTest : public ::testing::Test {
   using Clock = SessionTable::Clock;
 
   explicit TableTest(const SessionLimits& limits = RoomyLimits())
-      : table_(7, limits, metrics_, reaper_,
-               [](StreamPriority /*priority*/) { return std::make_shared<WatchedLane>(); }, {&gpu_}) {}
+      : table_(7, limits, metrics_, reaper_, [](const StreamSpec& /*spec*/) { return std::make_shared<WatchedLane>(); },
+               {&gpu_}) {}
 
   Id Lease(const Peer& peer, LeaseKind kind = LeaseKind::kSideChannel) {
     auto lease = table_.OpenLease(peer, kind);

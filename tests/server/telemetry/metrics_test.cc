@@ -66,17 +66,17 @@ TEST(MetricsTest, EverySeriesIsThereAtZeroBeforeAnyEvent) {
     }
   }
   EXPECT_TRUE(samples.contains("tessera_build_info{version=\"1.2.3\"}"));
-  EXPECT_EQ(CountOf(samples, "tessera_rpcs_total{"), 23 * 17);
+  EXPECT_EQ(CountOf(samples, "tessera_rpcs_total{"), 24 * 17);
   EXPECT_EQ(CountOf(samples, "tessera_operations_total{"), 3 * 5);
   EXPECT_EQ(CountOf(samples, "tessera_isolation_mode{"), 3);
   EXPECT_EQ(CountOf(samples, "tessera_buffers{"), 2);
   EXPECT_EQ(CountOf(samples, "tessera_planner_decisions_total{"), 5);
   EXPECT_EQ(CountOf(samples, "tessera_kernel_launches_total{"), 3);
-  EXPECT_EQ(CountOf(samples, "tessera_session_ends_total{"), 5);
+  EXPECT_EQ(CountOf(samples, "tessera_session_ends_total{"), 6);
   EXPECT_EQ(CountOf(samples, "tessera_leases{"), 3);
-  EXPECT_EQ(CountOf(samples, "tessera_side_messages_total{"), 3);
+  EXPECT_EQ(CountOf(samples, "tessera_side_messages_total{"), 4);
   EXPECT_EQ(CountOf(samples, "tessera_refused_total{"), 18);
-  EXPECT_EQ(CountOf(samples, "tessera_rpc_seconds_bucket{"), 23 * 23);
+  EXPECT_EQ(CountOf(samples, "tessera_rpc_seconds_bucket{"), 24 * 23);
   EXPECT_EQ(CountOf(samples, "tessera_run_seconds_count{"), 3);
   EXPECT_EQ(CountOf(samples, "tessera_gate_seconds_count{"), 1);
   EXPECT_EQ(CountOf(samples, "tessera_gpu_"), 0);
