@@ -18,10 +18,11 @@ static_assert(sizeof(SyncSlot) == 64 && std::atomic<std::uint64_t>::is_always_lo
 // too far from each other.
 inline constexpr std::uint64_t kSyncValueMax = (std::uint64_t{1} << 63U) - 1;
 
-// Raises `value` to `to`, unless it is there.
+// Raises `value` to `to`, unless it is there. What is greater than the greatest was never signalled, and to a GPU's
+// wait is less than any point: it is overwritten.
 inline void RaiseTo(std::atomic<std::uint64_t>& value, std::uint64_t to) {
   std::uint64_t seen = value.load(std::memory_order_relaxed);
-  while (seen < to && !value.compare_exchange_weak(seen, to, std::memory_order_acq_rel)) {
+  while ((seen < to || seen > kSyncValueMax) && !value.compare_exchange_weak(seen, to, std::memory_order_acq_rel)) {
   }
 }
 

@@ -702,7 +702,10 @@ void Executor::WatchDeviceWaits(const std::shared_ptr<Lane>& lane) {
   for (const std::shared_ptr<Pending>& pending : under_way) {
     Session& session = *pending->submission.session;
     if (!session.ended()) {
-      if (!IsStuck(*lane, *pending)) continue;
+      if (!IsStuck(*lane, *pending)) {
+        for (const SyncTarget& target : pending->device_waits) target.timeline->ShowReached(target.value);
+        continue;
+      }
       pending->stuck.store(true);
       spdlog::warn("session {}.{} of {} (pid {}, \"{}\") ends: the GPU waits for one of its timelines for too long",
                    session.id().index, session.id().generation, session.peer().Principal(), session.peer().pid,

@@ -55,7 +55,8 @@ SharedWord::~SharedWord() {
 }
 
 std::uint64_t SharedWord::Load() const {
-  return slot().value.load(std::memory_order_acquire);
+  const std::uint64_t value = slot().value.load(std::memory_order_acquire);
+  return value > kSyncValueMax ? 0 : value;  // a GPU's wait would not take it for reached
 }
 
 void SharedWord::Raise(std::uint64_t value) {

@@ -64,7 +64,7 @@ class SharedWord {
   SharedWord& operator=(SharedWord&&) = delete;
   ~SharedWord();
 
-  std::uint64_t Load() const;
+  std::uint64_t Load() const;  // 0 where the client wrote more than kSyncValueMax
   void Raise(std::uint64_t value);
   // To be raised later: whoever finds the value looks for an error behind it. The smallest `value` counts.
   void Fail(std::uint64_t value, absl::StatusCode code);

@@ -61,7 +61,7 @@ void Timeline::Apply(std::uint64_t value, const absl::Status& status, bool expec
       Keep(value, status);
     } else {
       value_ = std::max(value_, value);
-      if (word_.has_value()) word_->Raise(value);
+      if (word_.has_value()) word_->Raise(value_);  // work on a GPU may have written less
     }
     if (expected) expected_.erase(expected_.find(value));
     if (word_.has_value()) RaiseFailed();
@@ -88,11 +88,25 @@ void Timeline::Close(const absl::Status& why) {
   for (const Wake& wake : reached) wake();
 }
 
+// A client may write without a pause: then a GPU that looks sees one or the other.
+void Timeline::RaiseInsistently(std::uint64_t value) {
+  constexpr int kTimes = 1000;
+  for (int i = 0; i < kTimes; ++i) word_->Raise(value);
+}
+
 void Timeline::RaiseClosed() {
-  constexpr int kTimes = 1000;  // a client may write without a pause: then a GPU that looks sees one or the other
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!word_.has_value() || closed_.ok()) return;
-  for (int i = 0; i < kTimes; ++i) word_->Raise(kSyncValueMax);
+  if (word_.has_value() && !closed_.ok()) RaiseInsistently(kSyncValueMax);
+}
+
+void Timeline::ShowReached(std::uint64_t value) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!word_.has_value()) return;
+  if (!closed_.ok()) return RaiseInsistently(kSyncValueMax);
+  Observe();
+  const bool failed =
+      failure_.has_value() && failure_->value <= value && (failed_.empty() || *failed_.begin() > failure_->value);
+  if (value_ >= value || failed) RaiseInsistently(std::max(value_, value));
 }
 
 bool Timeline::Poll() {

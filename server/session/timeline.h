@@ -59,6 +59,9 @@ class Timeline final : public Pollable, public std::enable_shared_from_this<Time
   void Close(const absl::Status& why);
   // Of a closed one: raises the word again. What still ran when it closed, or its client, may have written less.
   void RaiseClosed();
+  // A device waits for `value`, and sees the word alone: raises it again where `value` is reached, or has failed with
+  // nothing before the error still to come. Work or a client may have written less, and nobody may signal as much.
+  void ShowReached(std::uint64_t value);
 
   // nullopt: `value` is not reached. Else OK, or why whoever waits for it must fail.
   std::optional<absl::Status> Reached(std::uint64_t value) const;
@@ -85,6 +88,7 @@ class Timeline final : public Pollable, public std::enable_shared_from_this<Time
   void Observe() const;
   void Keep(std::uint64_t value, const absl::Status& error);
   void RaiseFailed();
+  void RaiseInsistently(std::uint64_t value);
   std::optional<absl::Status> ReachedLocked(std::uint64_t value) const;
   std::vector<Wake> TakeReached();
 

@@ -159,7 +159,9 @@ TEST_F(SharedTimelineTest, MemoryIsForTheOwnersConnection) {
 
 TEST_F(SharedTimelineTest, WhatAClientWritesHarmsOnlyItself) {
   client::SharedTimeline timeline = session_->CreateSharedTimeline().value();
-  timeline.Signal(~std::uint64_t{0});  // beyond any point
+  timeline.Signal(~std::uint64_t{0});  // beyond any point: it counts as nothing
+  EXPECT_EQ(timeline.Wait(1, 50ms).status().code(), StatusCode::kDeadlineExceeded);
+  timeline.Signal(12);
   ExactProduct product = Product(0);
   EXPECT_TRUE(session_->Gemm(Ordered(product.spec(), {.wait = {timeline.At(12)}, .signal = {timeline.At(13)}})).ok());
   EXPECT_TRUE(product.Right(kNumber));

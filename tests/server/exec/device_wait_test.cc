@@ -250,6 +250,72 @@ TEST_F(BoundedWaitTest, AWaitWithoutATimeoutHasTheDaemons) {
   EXPECT_TRUE(executor_->AwaitIdle(kTestPatience));  // it runs on the operands
 }
 
+// What the host takes for reached or failed, the device must get to see.
+TEST_F(BoundedWaitTest, AnEarlierErrorReleasesTheDeviceThoughNobodySignalsThePoint) {
+  const SyncTarget target = Exported(*session_, 9);
+  Work work;
+  Submission made = Make(work, lane_);
+  made.wait = {target};
+  executor_->Submit(std::move(made));
+  target.timeline->Signal(5, absl::InternalError("failed"));
+  EXPECT_EQ(work.Await().code(), StatusCode::kAborted);
+  EXPECT_EQ(ended_, 0);
+}
+
+TEST_F(BoundedWaitTest, APointThatIsReachedIsShownAgain) {
+  const SyncTarget target = Exported(*session_, 6);
+  target.timeline->Signal(7, absl::OkStatus());
+  Write(target, 2);
+  Work work;
+  Submission made = Make(work, lane_);
+  made.wait = {target};
+  executor_->Submit(std::move(made));
+  EXPECT_TRUE(work.Await().ok());
+  EXPECT_EQ(ended_, 0);
+}
+
+TEST_F(BoundedWaitTest, SignalsOutOfOrderDoNotLowerTheValue) {
+  const SyncTarget target = Exported(*session_, 6);
+  for (const std::uint64_t value : {7, 5}) {
+    Work signals;
+    Submission made = Make(signals, plain_);
+    made.signal = {{.timeline = target.timeline, .value = value, .own = true}};
+    executor_->Submit(std::move(made));
+    EXPECT_TRUE(signals.Await().ok());
+  }
+  EXPECT_EQ(target.timeline->word()->Load(), 7);
+}
+
+TEST_F(BoundedWaitTest, AValueBeyondTheGreatestIsAWaitThatIsStuck) {
+  const SyncTarget target = Exported(*session_, 5);
+  Work work;
+  Submission made = Make(work, lane_);
+  made.wait = {target};
+  executor_->Submit(std::move(made));
+  Write(target, ~std::uint64_t{0});
+  EXPECT_EQ(work.Await().code(), StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(ended_, 1);
+}
+
+TEST_F(BoundedWaitTest, AReleasedTimelineIsRaisedAgain) {
+  const SyncTarget first = Exported(*session_, 1);
+  const absl::StatusOr<Id> id = table_.CreateTimeline(*session_, {.exported = true});
+  const SyncTarget released{.timeline = table_.FindPoint(*session_, *id)->timeline, .value = 9, .own = true};
+  Work before, work;
+  Submission made = Make(before, lane_);
+  made.wait = {first};
+  executor_->Submit(std::move(made));
+  Submission second = Make(work, lane_);
+  second.wait = {released};
+  executor_->Submit(std::move(second));
+  EXPECT_TRUE(table_.ReleaseSync(*session_, *id).ok());
+  Write(released, 5);  // as work that was under way
+  Write(first, 1);
+  EXPECT_TRUE(before.Await().ok());
+  EXPECT_EQ(work.Await().code(), StatusCode::kAborted);
+  EXPECT_EQ(ended_, 0);
+}
+
 TEST_F(BoundedWaitTest, TheTimeOfAWaitBeginsWhenTheStreamHasComeToIt) {
   const SyncTarget ready = Exported(*session_, 0);
   std::vector<std::unique_ptr<Work>> works;

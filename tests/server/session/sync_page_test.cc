@@ -726,6 +726,56 @@ TEST_F(ExportedTimelineTest, AfterTheEndMemorySaysNothingAndIsRaisedAgain) {
   }
 }
 
+// As work on a GPU does that signals a point after a later one.
+TEST_F(ExportedTimelineTest, ASignalRaisesWhatWasWrittenLess) {
+  const std::shared_ptr<Timeline> timeline = Make();
+  timeline->Signal(7, absl::OkStatus());
+  Write(*timeline, 5);
+  timeline->Signal(5, absl::OkStatus());
+  EXPECT_EQ(Shown(*timeline), 7U);
+}
+
+TEST_F(ExportedTimelineTest, WhatIsBeyondTheGreatestIsNoValue) {
+  const std::shared_ptr<Timeline> timeline = Make(2);
+  for (const std::uint64_t wrong : {kGone + 1, ~std::uint64_t{0}}) {
+    Write(*timeline, wrong);
+    EXPECT_EQ(timeline->value(), 2U);
+    EXPECT_EQ(CodeAt(*timeline, 3), std::nullopt) << "a GPU waits on";
+  }
+  timeline->Signal(4, absl::OkStatus());
+  EXPECT_EQ(Shown(*timeline), 4U);
+  Write(*timeline, ~std::uint64_t{0});
+  timeline->Close(absl::AbortedError("gone"));
+  EXPECT_EQ(Shown(*timeline), kGone);
+  EXPECT_EQ(ErrorOf(*timeline), ErrorAt(5, StatusCode::kAborted));
+  Write(*timeline, kGone + 1);
+  timeline->RaiseClosed();
+  EXPECT_EQ(Shown(*timeline), kGone);
+}
+
+TEST_F(ExportedTimelineTest, WhatIsReachedIsShownAgain) {
+  const std::shared_ptr<Timeline> timeline = Make(6);
+  Write(*timeline, 7);
+  EXPECT_EQ(timeline->value(), 7U);
+  Write(*timeline, 2);
+  timeline->ShowReached(8);
+  EXPECT_EQ(Shown(*timeline), 2U);
+  timeline->ShowReached(6);
+  EXPECT_EQ(Shown(*timeline), 7U);
+  timeline->Expect(8);
+  timeline->Signal(9, absl::InternalError("failed"));
+  timeline->ShowReached(20);
+  EXPECT_EQ(Shown(*timeline), 7U) << "who waits for 8 would go on";
+  timeline->Deliver(8, absl::OkStatus());
+  EXPECT_EQ(Shown(*timeline), 9U);
+  timeline->ShowReached(20);
+  EXPECT_EQ(Shown(*timeline), 20U);
+  timeline->Close(absl::AbortedError("gone"));
+  Write(*timeline, 0);
+  timeline->ShowReached(1);
+  EXPECT_EQ(Shown(*timeline), kGone);
+}
+
 TEST_F(ExportedTimelineTest, APlainOneExpectsNothing) {
   Timeline timeline(1);
   timeline.Expect(2);
