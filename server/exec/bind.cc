@@ -352,6 +352,7 @@ absl::StatusOr<BoundGemm> BindGemm(const GemmCall& call, const BindScope& scope)
 
   BoundGemm bound;
   bound.problem = ProblemOf(call);
+  bound.pins.reserve(3);
   Binder binder(scope, bound);
   ASSIGN_OR_RETURN(const BoundView a, binder.Input(call.a));
   ASSIGN_OR_RETURN(const BoundView b, binder.Input(call.b));

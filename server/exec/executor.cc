@@ -406,13 +406,14 @@ void Executor::Submit(Submission submission) {
 
   const Clock::time_point plan_start = Clock::now();
   absl::StatusOr<Choice> choice = Choose(of);
-  const std::uint64_t plan_ns = NanosecondsSince(plan_start);
+  const Clock::time_point planned = Clock::now();
+  const auto plan_ns = static_cast<std::uint64_t>(std::chrono::nanoseconds(planned - plan_start).count());
   if (!choice.ok()) {
     metrics_.PlannerRefused(OpFamily::kGemm);
     return pending->Answer(choice.status());
   }
   if (absl::Status status = Admit(*pending); !status.ok()) return pending->Answer(status);
-  pending->accepted = Clock::now();
+  pending->accepted = planned;
   pending->device = choice->server.device;
   pending->plans = std::move(choice->plans);
   for (std::size_t i = 0; i < of.ops.size(); ++i) {
@@ -595,8 +596,10 @@ void Executor::Enqueue(const std::shared_ptr<Pending>& pending) {
     job.workspace_bytes = std::max(job.workspace_bytes, pending->plans[i].workspace_bytes);
     if (!pending->submission.ops[i].Empty()) job.scalar_operations += pending->submission.ops[i].ScalarOperations();
   }
-  job.admit = [pending] { return pending->Check(); };
-  job.launch = [this, pending](const kernels::LaunchContext& context) { return Launch(*pending, context); };
+  // `done` keeps it for these two, which then need no memory of their own.
+  Pending* const kept = pending.get();
+  job.admit = [kept] { return kept->Check(); };
+  job.launch = [this, kept](const kernels::LaunchContext& context) { return Launch(*kept, context); };
   if (pending->device->keeps_waits()) AddWords(*pending, job);
   if (!pending->device_waits.empty()) {
     metrics_.DeviceWaits(static_cast<std::int64_t>(pending->device_waits.size()));

@@ -82,7 +82,7 @@ class UnaryReactor final : public grpc::ServerUnaryReactor {
     session_ = submission.session;
     if (submission.session == nullptr) submission.account = scope_.sessions.AccountOf(peer);
     ASSIGN_OR_RETURN(const bool profile, Calls::Bind(scope_, request_, reply_, submission));
-    submission.still_wanted = [this] { return StillWanted(context_, cancelled_); };
+    submission.still_wanted = [this] { return StillWanted(context_.deadline(), cancelled_); };
     submission.done = [this, profile](const absl::Status& status, std::span<const OperationReport> reports) {
       if (status.ok()) Calls::Fill(reports, profile, reply_);
       Complete(Calls::Named(status));

@@ -8,6 +8,7 @@
 #include <future>
 
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "common/status_macros.h"
 #include "common/text.h"
 #include "server/rpc/grpc_log.h"
@@ -52,10 +53,14 @@ absl::StatusOr<std::unique_ptr<RpcServer>> RpcServer::Start(const RpcServerOptio
 
 absl::Status RpcServer::Build() {
   LogGrpcMessages();
+  // gRPC's mutexes are Abseil's, and the distribution builds those with the search for deadlocks: a graph of all
+  // mutexes under one lock, asked and changed by every one that is taken.
+  absl::SetMutexDeadlockDetectionMode(absl::OnDeadlockCycle::kIgnore);
   grpc::EnableDefaultHealthCheckService(true);
   grpc::ServerBuilder builder;
   builder.SetMaxReceiveMessageSize(static_cast<int>(options_.message_bytes_max));
   builder.SetMaxSendMessageSize(static_cast<int>(options_.message_bytes_max));
+  builder.AddChannelArgument(GRPC_ARG_ENABLE_PER_MESSAGE_COMPRESSION, 0);  // of replies: none is, so none need look
   builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, static_cast<int>(options_.calls_per_connection_max));
   // A message of kilobytes may decompress to gigabytes, and gRPC checks its size only then.
   builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_DEFLATE, false);

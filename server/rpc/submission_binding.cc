@@ -17,6 +17,7 @@ namespace {
 
 // `prefix` in front of fields that begin with `from`, which it replaces.
 absl::Status Renamed(const absl::Status& status, std::string_view from, std::string_view prefix) {
+  if (status.ok()) return status;
   const std::string message = MessageOf(status);
   if (!absl::StartsWith(message, Av(from))) return status;
   return absl::Status(status.code(), absl::StrCat(Av(prefix), message.substr(from.size())));
@@ -103,16 +104,17 @@ absl::StatusOr<bool> BindSubmission(const RpcScope& scope, const v1::Submission&
   const absl::StatusOr<DecodedOptions> decoded = DecodeOptions(message.options());
   if (!decoded.ok()) return InSubmission(decoded.status());
   for (int i = 0; i < message.ops_size(); ++i) {
-    const std::string field = absl::StrCat("submission.ops[", i, "]");
-    if (!message.ops(i).has_gemm()) return absl::InvalidArgumentError(absl::StrCat(field, ": no kind of op is set"));
+    const auto field = [i](std::string_view part) { return absl::StrCat("submission.ops[", i, "]", Av(part)); };
+    if (!message.ops(i).has_gemm()) return absl::InvalidArgumentError(field(": no kind of op is set"));
     const absl::Status bound = BindOp(scope, message.ops(i).gemm(), results.Add()->mutable_inline_result(), submission);
-    if (!bound.ok()) return Renamed(bound, "op.", absl::StrCat(field, ".gemm."));
+    if (!bound.ok()) return Renamed(bound, "op.", field(".gemm."));
   }
   RETURN_IF_ERROR(InSubmission(BindOptions(scope, *decoded, submission)));
   return decoded->profile;
 }
 
 absl::Status InSubmission(const absl::Status& status) {
+  if (status.ok()) return status;
   return Renamed(Renamed(status, "options", "submission.options"), "ops[", "submission.ops[");
 }
 
@@ -121,12 +123,14 @@ void DropUnwanted(const RpcScope& scope, const std::shared_ptr<Session>& session
   for (const std::shared_ptr<SessionLane>& lane : scope.sessions.LanesOf(*session)) lane->DropUnwanted();
 }
 
-absl::Status StillWanted(const grpc::CallbackServerContext& context, const std::atomic<bool>& cancelled) {
+absl::Status StillWanted(std::chrono::system_clock::time_point deadline, const std::atomic<bool>& cancelled) {
   // A client resets its call when its deadline passes, and this clock, which began when the request came, says so
   // later.
   constexpr std::chrono::milliseconds kHeardEarly{100};
+  constexpr std::chrono::system_clock::time_point kNever = std::chrono::system_clock::time_point::max();
   const bool left = cancelled.load(std::memory_order_acquire);
-  if (std::chrono::system_clock::now() + (left ? kHeardEarly : std::chrono::milliseconds(0)) >= context.deadline()) {
+  const std::chrono::milliseconds early = left ? kHeardEarly : std::chrono::milliseconds(0);
+  if (deadline != kNever && std::chrono::system_clock::now() + early >= deadline) {
     return absl::DeadlineExceededError("the deadline passed before the launch; nothing ran");
   }
   if (left) return absl::CancelledError("cancelled before the launch");

@@ -4,6 +4,7 @@
 #include <grpcpp/grpcpp.h>
 
 #include <atomic>
+#include <chrono>
 #include <string>
 
 #include "absl/status/status.h"
@@ -31,7 +32,7 @@ absl::StatusOr<bool> BindSubmission(const RpcScope& scope, const v1::Submission&
 absl::Status InSubmission(const absl::Status& status);
 
 // Submission::still_wanted of a call: its deadline, and whether its client has left.
-absl::Status StillWanted(const grpc::CallbackServerContext& context, const std::atomic<bool>& cancelled);
+absl::Status StillWanted(std::chrono::system_clock::time_point deadline, const std::atomic<bool>& cancelled);
 
 // The client has left: what of the session is not wanted any more goes without waiting for its turn. Null: no session.
 void DropUnwanted(const RpcScope& scope, const std::shared_ptr<Session>& session);

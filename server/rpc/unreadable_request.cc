@@ -59,7 +59,10 @@ class Factory final : public ge::ServerInterceptorFactoryInterface {
   // gRPC owns the result. Null: nothing to intercept.
   ge::Interceptor* CreateServerInterceptor(ge::ServerRpcInfo* info) override {
     const std::optional<RpcMethod> method = MethodOfPath(info->method());
-    return method.has_value() ? new Interceptor(*method, metrics_) : nullptr;
+    if (!method.has_value()) return nullptr;
+    // Reads its messages itself, and an interceptor would cost each of them.
+    if (*method == RpcMethod::kComputeStream) return nullptr;
+    return new Interceptor(*method, metrics_);
   }
 
  private:

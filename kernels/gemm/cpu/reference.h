@@ -1,5 +1,5 @@
-// The definition of the product, a dot product an element: no packing, any strides. Fastest where there is hardly
-// anything to compute.
+// The definition of the product, a dot product an element, any strides. Fastest where there is hardly anything to
+// compute.
 #pragma once
 
 #include <algorithm>
@@ -12,25 +12,44 @@
 
 namespace tessera::kernels::cpu {
 
-// Rows of B that are multiplied side by side: one sum alone waits for its last addition.
+// Rows of B that are multiplied side by side: one sum alone waits for its last addition, and eight fill vectors.
 inline constexpr int kSums = 8;
 
-// sums[j] = a . b[j] over k, each added up in the order of k.
-template <DType kA, DType kB, int kCount, typename Acc>
-void DotProducts(const typename Element<kA>::Storage* a, std::int64_t a_stride, const typename Element<kB>::Storage* b,
-                 std::int64_t b_row_stride, std::int64_t b_stride, std::int64_t k, Acc* sums) {
-  Acc running[kCount] = {};
-  for (std::int64_t i = 0; i < k; ++i) {
-    for (int j = 0; j < kCount; ++j) {
-      const auto b_bits = b[j * b_row_stride + i * b_stride];
-      if constexpr (kIntegerProduct<kA, kB>) {
-        running[j] += static_cast<int>(a[i * a_stride]) * static_cast<int>(b_bits);
-      } else {
-        running[j] += Element<kA>::Decode(a[i * a_stride]) * Element<kB>::Decode(b_bits);
-      }
+// An operand's element, for exact sums of integers or sums of floats.
+template <DType kType, typename Value>
+Value DecodeAs(typename Element<kType>::Storage bits) {
+  if constexpr (std::is_same_v<Value, int>) {
+    return static_cast<int>(bits);
+  } else {
+    return Element<kType>::Decode(bits);
+  }
+}
+
+// Of K, between two looks at B: each of its elements is decoded once for all rows of a task, into a panel on the stack.
+inline constexpr std::int64_t kPanelK = 256;
+
+// panel[i][j] = B[n + j, k + i], 0 beyond `count` rows.
+template <DType kB, typename Value>
+void DecodePanel(const GemmMatrix& matrix, const typename Element<kB>::Storage* b, int count, std::int64_t k_count,
+                 Value (*panel)[kSums]) {
+  for (int j = 0; j < kSums; ++j) {
+    for (std::int64_t i = 0; i < k_count; ++i) {
+      panel[i][j] = j < count ? DecodeAs<kB, Value>(b[j * matrix.row_stride + i * matrix.col_stride]) : Value{};
     }
   }
-  std::copy_n(running, kCount, sums);
+}
+
+// sums[j] += a . panel[.][j], each added up in the order of k.
+template <DType kA, typename Value, typename Acc>
+void AddDotProducts(const typename Element<kA>::Storage* a, std::int64_t a_stride, const Value (*panel)[kSums],
+                    std::int64_t k_count, Acc* sums) {
+  Acc running[kSums];
+  std::copy_n(sums, kSums, running);
+  for (std::int64_t i = 0; i < k_count; ++i) {
+    const Value a_value = DecodeAs<kA, Value>(a[i * a_stride]);
+    for (int j = 0; j < kSums; ++j) running[j] += a_value * panel[i][j];
+  }
+  std::copy_n(running, kSums, sums);
 }
 
 // A task is kM x kN outputs of one batch entry.
@@ -39,6 +58,7 @@ LaunchError Reference(const GemmParams& params, const LaunchShape& /*shape*/, co
   using A = typename Element<kA>::Storage;
   using B = typename Element<kB>::Storage;
   using Acc = std::conditional_t<kIntegerProduct<kA, kB>, std::int64_t, float>;
+  using Value = std::conditional_t<kIntegerProduct<kA, kB>, int, float>;  // a product of two is exact
   const std::int64_t tiles_m = CeilDiv(params.m, TileShape::kM);
   const std::int64_t tiles_n = CeilDiv(params.n, TileShape::kN);
   auto tile = [&](std::int64_t task) {
@@ -50,19 +70,20 @@ LaunchError Reference(const GemmParams& params, const LaunchShape& /*shape*/, co
     const std::int64_t d_offset = BatchOffset(params, params.d, batch);
     const std::int64_t m_end = std::min<std::int64_t>(m_begin + TileShape::kM, params.m);
     const std::int64_t n_end = std::min<std::int64_t>(n_begin + TileShape::kN, params.n);
-    for (std::int64_t m = m_begin; m < m_end; ++m) {
-      const A* row = a + m * params.a.row_stride;
-      Acc sums[kSums];
-      std::int64_t n = n_begin;
-      for (; n + kSums <= n_end; n += kSums) {
-        DotProducts<kA, kB, kSums>(row, params.a.col_stride, b + n * params.b.row_stride, params.b.row_stride,
-                                   params.b.col_stride, params.k, sums);
-        StoreRow<kOut>(params, d_offset, m, n, kSums, sums);
+    for (std::int64_t n = n_begin; n < n_end; n += kSums) {
+      const int count = static_cast<int>(std::min<std::int64_t>(kSums, n_end - n));
+      Acc sums[TileShape::kM][kSums] = {};
+      for (std::int64_t k = 0; k < params.k; k += kPanelK) {
+        Value panel[kPanelK][kSums];
+        const std::int64_t k_count = std::min(kPanelK, params.k - k);
+        DecodePanel<kB>(params.b, b + n * params.b.row_stride + k * params.b.col_stride, count, k_count, panel);
+        for (std::int64_t m = m_begin; m < m_end; ++m) {
+          const A* row = a + m * params.a.row_stride + k * params.a.col_stride;
+          AddDotProducts<kA>(row, params.a.col_stride, panel, k_count, sums[m - m_begin]);
+        }
       }
-      for (; n < n_end; ++n) {
-        DotProducts<kA, kB, 1>(row, params.a.col_stride, b + n * params.b.row_stride, params.b.row_stride,
-                               params.b.col_stride, params.k, sums);
-        StoreRow<kOut>(params, d_offset, m, n, 1, sums);
+      for (std::int64_t m = m_begin; m < m_end; ++m) {
+        StoreRow<kOut>(params, d_offset, m, n, count, sums[m - m_begin]);
       }
     }
   };
