@@ -17,6 +17,12 @@ __device__ __forceinline__ std::uint32_t SharedAddress(const void* pointer) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+__device__ __forceinline__ std::uint32_t LoadSharedWord(std::uint32_t address) {
+  std::uint32_t word = 0;
+  asm volatile("ld.shared::cta.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+  return word;
+}
+
 // `arrivals` a phase. One thread initialises; FenceMbarrierInit and a block barrier come before any use.
 __device__ __forceinline__ void MbarrierInit(std::uint32_t barrier, std::uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -57,6 +63,12 @@ __device__ __forceinline__ bool MbarrierTryWait(std::uint32_t barrier, std::uint
 __device__ __forceinline__ void MbarrierWait(std::uint32_t barrier, std::uint32_t parity) {
   while (!MbarrierTryWait(barrier, parity)) {
   }
+}
+
+// A barrier of 128 threads of the block, all of whole warps, by one of the 16 that the hardware has; 0 is
+// __syncthreads.
+__device__ __forceinline__ void BarrierOf128(int number) {
+  asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory");
 }
 
 }  // namespace tessera::kernels::device

@@ -36,7 +36,7 @@ class Controls {
         position_(position),
         index_(report.variants()[position].index),
         out_(report.variants()[position].variant().gemm_class.out),
-        shape_{.split = Variant().info.workspace == kernels::WorkspaceRule::kSplitPartials ? 2 : 1} {}
+        shape_{.split = kernels::TakesSplit(Variant().info.workspace) ? 2 : 1} {}
 
   const kernels::GemmVariant& Variant() const { return kernels::GemmVariants()[index_]; }
 

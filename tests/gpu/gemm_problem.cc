@@ -21,6 +21,7 @@ constexpr std::int64_t kHostOracleProducts = std::int64_t{1} << 26;  // beyond, 
 constexpr std::size_t kScratchGuard = kernels::kWorkspaceAlignment;
 constexpr int kScratchPattern = 0xff;  // NaN as float32: what nobody wrote must not be summed
 constexpr std::size_t kBiasGuard = 256;
+constexpr std::int64_t kInt8SumLimit = std::int64_t{1} << 17;  // from here on a sum of s8 products may not fit 32 bits
 
 bool AContiguousAlongK(GemmLayout layout) {
   return layout == GemmLayout::kNT || layout == GemmLayout::kNN;
@@ -320,8 +321,10 @@ bool MustTake(const kernels::GemmVariant& variant, const GemmParams& params) {
   const bool inputs_aligned = AlignedView(params, params.a, c.a, params.m, params.k, AContiguousAlongK(c.layout)) &&
                               AlignedView(params, params.b, c.b, params.n, params.k, BContiguousAlongK(c.layout));
   switch (variant.info.arch) {
-    case kernels::Arch::kSm90a:
-      return params.k == 0 || inputs_aligned;
+    case kernels::Arch::kSm90a: {
+      const bool sum_fits = c.a != DType::kS8 || c.b != DType::kS8 || params.k < kInt8SumLimit;
+      return params.k == 0 || (inputs_aligned && sum_fits);
+    }
     case kernels::Arch::kVendor:
       return params.k > 0 && inputs_aligned && params.bias.data == nullptr && params.a_scale.vector == nullptr &&
              params.b_scale.vector == nullptr && oracle::BatchCount(params) == 1 &&

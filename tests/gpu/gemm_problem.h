@@ -128,8 +128,8 @@ bool Refused(const kernels::GemmVariant& variant, const Run& run);
 // magnitudes.
 double AccumulatorError(const kernels::GemmClass& gemm_class, std::int64_t k);
 
-// Whether a variant has to take the problem: sm80 and sm89 take any view; sm90a what tensor maps can express; a
-// library's minimum is one plain aligned product.
+// Whether a variant has to take the problem: sm80 and sm89 take any view; sm90a what tensor maps can express and int32
+// can sum; a library's minimum is one plain aligned product.
 bool MustTake(const kernels::GemmVariant& variant, const kernels::GemmParams& params);
 
 }  // namespace tessera::gpu_test

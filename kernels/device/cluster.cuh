@@ -1,0 +1,51 @@
+// Clusters: blocks that run at the same time on neighbouring multiprocessors and reach each other's shared memory (PTX
+// ISA, "Cluster of CTAs", state space shared::cluster). A kernel that is launched without clusters has clusters of one
+// block. Needs sm_90.
+#pragma once
+
+#include <cstdint>
+
+namespace tessera::kernels::device {
+
+__device__ __forceinline__ std::uint32_t ClusterRank() {
+  std::uint32_t rank = 0;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ std::uint32_t ClusterBlocks() {
+  std::uint32_t blocks = 0;
+  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+  return blocks;
+}
+
+// Waits for all warps of the cluster that have not left, each with all its threads together. It makes nobody's writes
+// visible, which would wait for all of them to reach L2: barriers in shared memory have FenceMbarrierInit, and data has
+// the barrier that counts it.
+__device__ __forceinline__ void ClusterBarrier() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// The address in block `rank`'s shared memory of what lies at `shared_address` in ours.
+__device__ __forceinline__ std::uint32_t InBlock(std::uint32_t shared_address, std::uint32_t rank) {
+  std::uint32_t address = 0;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address), "r"(rank));
+  return address;
+}
+
+// Writes a word to any block's shared memory and counts its 4 bytes into a barrier of that block, which whoever waits
+// for the barrier sees; both addresses from InBlock, of the same block.
+__device__ __forceinline__ void SendToBlock(std::uint32_t address, std::uint32_t value, std::uint32_t barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
+               "r"(value), "r"(barrier)
+               : "memory");
+}
+
+// An arrival at a barrier of any block of the cluster, at an address from InBlock: for telling others that what lies in
+// our shared memory was read. It makes no writes visible to other blocks.
+__device__ __forceinline__ void MbarrierArriveInBlock(std::uint32_t address) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
+}
+
+}  // namespace tessera::kernels::device
