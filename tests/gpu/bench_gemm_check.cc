@@ -79,17 +79,18 @@ absl::Status Referee::ComputeTruth(kernels::GemmParams params) {
 }
 
 // Tensor cores keep float32 sums of bf16 products but for the last digits; of fp8 products 14 bits, promoted now and
-// then where the accumulation is exact; of s8 all.
+// then where the accumulation is exact; of s8 all. What a wrong tile is off by is about 2 of the unit. Kernels are held
+// to the last digit by the conformance program.
 double Referee::OursAllowed() const {
   const kernels::GemmClass& gemm_class = cell_.gemm_class;
   if (gemm_class.a == DType::kS8) return 1e-5;
   if (!IsFp8(gemm_class.a)) return 4e-3;
-  return gemm_class.accumulation == kernels::Accumulation::kFast ? 6e-2 : 2e-2;
+  return gemm_class.accumulation == kernels::Accumulation::kFast ? 0.1 : 0.04;
 }
 
 // The library may add parts of a sum in the output's type.
 double Referee::PeerAllowed() const {
-  return cell_.gemm_class.a == DType::kS8 ? OursAllowed() : 0.1;
+  return cell_.gemm_class.a == DType::kS8 ? OursAllowed() : 0.15;
 }
 
 absl::Status Referee::CheckSamples(const std::byte* d, double allowed) const {

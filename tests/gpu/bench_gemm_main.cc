@@ -177,7 +177,7 @@ int main(int argc, char** argv) {
       ->check(CLI::IsMember({"full", "small"}))
       ->capture_default_str();
   app.add_option("--budget-s", options.budget_s, "begin no cell after that many seconds; 0 = no limit")
-      ->check(CLI::NonNegativeNumber);
+      ->check(CLI::Range(0, 86400));
   app.add_option("--git", options.git, "revision to name in the lines")->envname("TESSERA_GIT");
   CLI11_PARSE(app, argc, argv);
   if (options.merge && options.json.empty()) {
