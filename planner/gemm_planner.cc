@@ -4,7 +4,9 @@
 #include <cstdint>
 #include <limits>
 #include <optional>
+#include <span>
 #include <string_view>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "common/text.h"
@@ -20,8 +22,8 @@ constexpr std::int64_t kOpen = std::numeric_limits<std::int64_t>::max();
 // What a band asks beside extents.
 enum class When : std::uint8_t {
   kAlways,
-  kWide,     // the tile takes no more rounds of all processors than two tiles of half its width, by kWideGain
-  kPartial,  // fewer tiles than three in four processors: the others would idle
+  kPartial,    // fewer tiles than three in four processors: the others would idle
+  kLeastTime,  // no other recipe of whole tiles of the same tree takes less time
 };
 
 // A band of problems and the recipe that takes it: m <= m_max, n <= n_max, k_min < k <= k_max and `when`. First match
@@ -55,10 +57,12 @@ constexpr DegradedBand kDegradedBands[] = {
     {Backend::kCuda, 64, kOpen, -1, kOpen, "slices_64x128x128_s7"},
     {Backend::kCuda, kOpen, kOpen, 511, kOpen, "slices_128x128x64_s4", When::kPartial},
     {Backend::kCuda, kOpen, kOpen, 1023, kOpen, "slices_128x128x128_s4", When::kPartial},
-    {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x256x64_s4", When::kWide},
-    {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x256x128_s4", When::kWide},
-    {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x128x64_s6"},
-    {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x128x128_s6"},
+    {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x256x64_s4", When::kLeastTime},
+    {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x256x128_s4", When::kLeastTime},
+    {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x160x64_s5", When::kLeastTime},
+    {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x160x128_s5", When::kLeastTime},
+    {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x128x64_s6", When::kLeastTime},
+    {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x128x128_s6", When::kLeastTime},
     {Backend::kCuda, 64, kOpen, -1, kOpen, "64x64x64_s4"},
     {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x128x32_s4"},
     {Backend::kVendor, kOpen, kOpen, -1, kOpen, "cublaslt"},
@@ -92,28 +96,38 @@ std::int64_t CountTiles(const GemmProblem& problem, std::int64_t m, std::int64_t
   return tiles;
 }
 
-// A wide tile does the same products with three quarters of the reads from shared memory and L2, which is worth about a
-// tenth of the time.
-constexpr std::int64_t kWideGain = 110;  // percent
-
-bool Holds(When when, const GemmVariant& variant, const GemmProblem& problem, const DeviceFacts& facts) {
-  const std::int64_t processors = std::max(1, facts.processors);
+// In columns of one tile: a round takes as long as its tile is wide, and the reads of A besides, which are worth
+// kReadColumns.
+std::int64_t WholeTileTime(const GemmVariant& variant, const GemmProblem& problem, const DeviceFacts& facts) {
+  constexpr std::int64_t kReadColumns = 28;
   const std::int64_t tiles = CountTiles(problem, variant.tile.m, variant.tile.n);
-  switch (when) {
-    case When::kAlways:
-      return true;
-    case When::kWide: {
-      const std::int64_t narrow = CountTiles(problem, variant.tile.m, variant.tile.n / 2);
-      return 100 * 2 * CeilDiv(tiles, processors) <= kWideGain * CeilDiv(narrow, processors);
-    }
-    case When::kPartial:
-      return 4 * tiles < 3 * processors;
-  }
-  return false;
+  return CeilDiv(tiles, std::max(1, facts.processors)) * (variant.tile.n + kReadColumns);
 }
 
 bool CanRun(const GemmVariant& variant, const GemmProblem& problem, const DeviceFacts& facts) {
   return facts.archs.Has(variant.info.arch) && problem.addressable.Has(variant.info.arch);
+}
+
+bool IsWholeTiles(const GemmVariant& variant) {
+  return variant.info.arch == kernels::Arch::kSm90a && variant.info.workspace == kernels::WorkspaceRule::kNone;
+}
+
+// `others`: the variants of the problem's class.
+bool Holds(When when, const GemmVariant& variant, std::span<const GemmVariant> catalogue,
+           const std::vector<std::size_t>& others, const GemmProblem& problem, const DeviceFacts& facts) {
+  switch (when) {
+    case When::kAlways:
+      return true;
+    case When::kPartial:
+      return 4 * CountTiles(problem, variant.tile.m, variant.tile.n) < 3 * std::max(1, facts.processors);
+    case When::kLeastTime: {
+      const std::int64_t time = WholeTileTime(variant, problem, facts);
+      return std::none_of(others.begin(), others.end(), [&](std::size_t other) {
+        return IsWholeTiles(catalogue[other]) && WholeTileTime(catalogue[other], problem, facts) < time;
+      });
+    }
+  }
+  return false;
 }
 
 // Slices for the blocks of a cluster. A round of all processors reads at the speed of memory; the last one does as long
@@ -173,7 +187,7 @@ absl::StatusOr<Plan> GemmPlanner::Decide(const GemmProblem& problem, const Devic
     for (const std::size_t index : *variants) {
       const GemmVariant& variant = catalogue_[index];
       if (variant.info.recipe != band.recipe || !CanRun(variant, problem, facts)) continue;
-      if (!Holds(band.when, variant, problem, facts)) continue;
+      if (!Holds(band.when, variant, catalogue_, *variants, problem, facts)) continue;
       const int split = SplitFor(variant, problem, facts);
       const auto workspace = kernels::GemmWorkspaceBytes(variant, problem.batch, problem.m, problem.n, split);
       if (!workspace.has_value() || *workspace > facts.workspace_bytes_max) continue;

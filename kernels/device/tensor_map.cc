@@ -80,10 +80,10 @@ cudaError_t EncodeTensorMap(const TensorMapShape& shape, CUtensorMap& map) {
   if (encoder.error != cudaSuccess) return encoder.error;
   constexpr cuuint32_t kDense[kTensorMapRank] = {1, 1, 1, 1, 1};
   // The driver only stores the address.
-  const CUresult result =
-      encoder.encode(&map, shape.type, kTensorMapRank, const_cast<void*>(shape.base), shape.extent, shape.stride,
-                     shape.box, kDense, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encoder.encode(&map, shape.type, kTensorMapRank, const_cast<void*>(shape.base), shape.extent,
+                                         shape.stride, shape.box, kDense, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                         shape.narrow ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
+                                         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

@@ -78,6 +78,9 @@ void AddTileEdgeCases(std::vector<GpuCase>& cases) {
   cases.push_back(Shape("pairs of tiles, the last one alone", 2100, 520, 136));
   cases.back().raster = true;
   cases.push_back(Shape("two tiles, the second of one row", 129, 300, 520));
+  cases.push_back(Shape("columns around 160", 300, 159, 136));
+  cases.push_back(Shape("columns around twice 160", 256, 321, 200));
+  cases.push_back(Shape("many tiles of 160 columns a block", 2048, 5200, 264));
   cases.push_back(Shape("more steps than stages", 260, 512, 3000));
   cases.push_back(Shape("few rows, batch, A broadcast", 9, 200, 300));
   cases.back().batch = {2, 1, 3};

@@ -146,14 +146,20 @@ __device__ __forceinline__ void StoreFloatPairs(const GemmParams& params, const 
   }
 }
 
-// bf16 by the copy engine, which writes whole lines and clips them at D's edges: 64 columns at a time go through one of
-// two buffers in shared memory, in the 128-byte swizzle, so that eight rows of a matrix lie in eight different banks.
+// bf16 by the copy engine, which writes whole lines and clips them at D's edges: 64 columns at a time, or 32 where a
+// tile is no multiple of 64 wide, go through one of two buffers in shared memory. They lie swizzled, by 128 or 64
+// bytes, so that eight rows of a matrix are in different banks: of lines of 128 bytes, line l has its 16-byte column c
+// at c ^ (l % 8); of lines of 64 bytes at c ^ (l / 2 % 4).
+template <int kTileColumns>
 class StagedStore {
  public:
-  static constexpr int kColumns = 64;
+  static constexpr bool kNarrow = kTileColumns % 64 != 0;
+  static constexpr int kColumns = kNarrow ? 32 : 64;
   static constexpr int kBuffers = 2;
-  static constexpr std::uint32_t kBufferBytes = device::WgmmaFragment::kRows * device::kSwizzleRowBytes;
+  static constexpr std::uint32_t kLineBytes = kColumns * 2;
+  static constexpr std::uint32_t kBufferBytes = device::WgmmaFragment::kRows * kLineBytes;
   static constexpr std::uint32_t kBytes = kBuffers * kBufferBytes;
+  static_assert(kTileColumns % kColumns == 0);
 
   // `area`: kBytes of the warpgroup's own, aligned to a swizzle atom. `barrier`: the number of a hardware barrier that
   // only this warpgroup uses.
@@ -161,27 +167,25 @@ class StagedStore {
       : area_(area), barrier_(barrier), issues_(threadIdx.x % 128 == 0), map_(map) {}
 
   // `box`: the first column and row of the warpgroup's part of the tile, and its batch. All 128 threads.
-  template <int kCount>
-  __device__ __forceinline__ void Store(device::TensorCoordinates box, const float (&acc)[kCount]) const {
-    constexpr int kTileColumns = kCount * 2;
-    static_assert(kTileColumns % kColumns == 0);
+  __device__ __forceinline__ void Store(device::TensorCoordinates box, const float (&acc)[kTileColumns / 2]) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int warp = static_cast<int>(threadIdx.x) % 128 / 32;
     // Lane l names row l % 8 of matrix l / 8: matrices 0 and 1 are the upper and lower 8 rows, 2 and 3 the next
     // columns.
     const std::uint32_t row = warp * 16 + lane / 8 % 2 * 8 + lane % 8;
-    const std::uint32_t line = area_ + row * device::kSwizzleRowBytes;
+    const std::uint32_t line = area_ + row * kLineBytes;
+    const int swizzle = kNarrow ? lane % 8 / 2 : lane % 8;
 #pragma unroll
     for (int block = 0; block < kTileColumns / kColumns; ++block) {
       const std::uint32_t buffer = block % kBuffers * kBufferBytes;
-      if (issues_) device::WaitStoresRead<kBuffers - 1>();
+      if (issues_) WaitForBuffer(block == 0);
       device::BarrierOf128(barrier_);
 #pragma unroll
       for (int chunk = 0; chunk < kColumns / 8; chunk += 2) {
         const int pair = block * (kColumns / 8) + chunk;
         const std::uint32_t word[4] = {Pack(acc, 0, pair), Pack(acc, 1, pair), Pack(acc, 0, pair + 1),
                                        Pack(acc, 1, pair + 1)};
-        device::StoreMatrices(line + buffer + ((chunk + lane / 16) ^ lane % 8) * 16, word);
+        device::StoreMatrices(line + buffer + ((chunk + lane / 16) ^ swizzle) * 16, word);
       }
       device::FenceAsyncProxy();
       device::BarrierOf128(barrier_);
@@ -196,8 +200,17 @@ class StagedStore {
   }
 
  private:
-  template <int kCount>
-  static __device__ __forceinline__ std::uint32_t Pack(const float (&acc)[kCount], int row, int pair) {
+  // The latest store may still read the other buffer; with an odd number of blocks, a tile's first one needs the buffer
+  // of the tile before's last one.
+  static __device__ __forceinline__ void WaitForBuffer(bool first) {
+    if (first && kTileColumns / kColumns % kBuffers != 0) {
+      device::WaitStoresRead<0>();
+    } else {
+      device::WaitStoresRead<kBuffers - 1>();
+    }
+  }
+
+  static __device__ __forceinline__ std::uint32_t Pack(const float (&acc)[kTileColumns / 2], int row, int pair) {
     using Fragment = device::WgmmaFragment;
     using Out = cuda::Output<DType::kBf16>;
     const std::uint32_t low = __bfloat16_as_ushort(Out::Round(acc[Fragment::Index(row, pair, 0)]));

@@ -57,12 +57,13 @@ struct WgmmaConfig {
   static constexpr int kHalfN = Tile::kN / 2;
   using A = Operand<kA, AContiguousAlongK(kLayout), Tile::kM, Tile::kM>;
   using B = Operand<kB, BContiguousAlongK(kLayout), Tile::kN, kHalfN>;
-  using Stages = Ring<A::kBytes, B::kBytes, Tile::kStages, kConsumers * StagedStore::kBytes>;
+  using Staged = StagedStore<Tile::kN>;
+  using Stages = Ring<A::kBytes, B::kBytes, Tile::kStages, kConsumers * Staged::kBytes>;
   static constexpr int kAccumulators = device::WgmmaFragment::kRows * Tile::kN / kWarpgroupThreads;
 
   static_assert(Tile::kM == kConsumers * device::WgmmaFragment::kRows, "64 rows a consumer");
   static_assert(Tile::kK == A::kTileK && Tile::kK == B::kTileK, "a step of K is one swizzled row");
-  static_assert(!kTwoLevels || kAccumulators <= 64, "two sets of accumulators must fit the registers");
+  static_assert(!kTwoLevels || kAccumulators <= 80, "two sets of accumulators must fit the registers");
 };
 
 // A block's part of a cluster.
@@ -133,9 +134,9 @@ struct OutputMap {
 };
 
 template <int kCount>
-__device__ __forceinline__ void StoreTile(const GemmParams& params, const StorePath path, const StagedStore& staged,
-                                          const device::TensorCoordinates& box, const FragmentPlace& place,
-                                          float (&value)[kCount]) {
+__device__ __forceinline__ void StoreTile(const GemmParams& params, const StorePath path,
+                                          const StagedStore<kCount * 2>& staged, const device::TensorCoordinates& box,
+                                          const FragmentPlace& place, float (&value)[kCount]) {
   FinishFragment(params, place, value);
   switch (path) {
     case StorePath::kBf16Staged:
@@ -158,7 +159,7 @@ __device__ __forceinline__ void Consume(const GemmParams& params, const TileGrid
   using Tile = typename Config::Tile;
   using Pair = typename Config::Pair;
   using Stages = typename Config::Stages;
-  const StagedStore staged(ring.Area() + consumer * StagedStore::kBytes, 1 + consumer, output.map);
+  const typename Config::Staged staged(ring.Area() + consumer * Config::Staged::kBytes, 1 + consumer, output.map);
   // Lane l of each warp tells block l of the cluster.
   const std::uint32_t lane = threadIdx.x % 32;
   const std::uint32_t empty = device::InBlock(ring.Empty(0), lane < cluster.blocks ? lane : 0);
@@ -288,9 +289,10 @@ struct WgmmaGemm {
       if (error != cudaSuccess) return error;
     }
     if (path != StorePath::kBf16Staged) return cudaSuccess;
-    return device::FindTensorMap(MatrixMap(params.d, kOut, params.n, params.m, params.d.row_stride,
-                                           StagedStore::kColumns, device::WgmmaFragment::kRows, params.batch_shape),
-                                 d_map);
+    device::TensorMapShape d = MatrixMap(params.d, kOut, params.n, params.m, params.d.row_stride,
+                                         Config::Staged::kColumns, device::WgmmaFragment::kRows, params.batch_shape);
+    d.narrow = Config::Staged::kNarrow;
+    return device::FindTensorMap(d, d_map);
   }
 };
 
