@@ -45,14 +45,14 @@ struct Exchange {
   static constexpr std::uint32_t kBytes = kRows * (kColumns + kClusterLimit * kPadding) * 4;
 };
 
-template <DType kA, DType kB, bool kTwoLevels, typename TileShape>
+template <DType kA, DType kB, GemmLayout kLayout, bool kTwoLevels, typename TileShape>
 struct SliceConfig {
   using Tile = TileShape;
-  using Pair = device::WgmmaPair<kB, kA>;  // B first
+  using Pair = device::WgmmaPair<kB, kA, !BContiguousAlongK(kLayout)>;  // B first
   using Accumulator = typename Pair::Accumulator;
   static constexpr bool kInTwoLevels = kTwoLevels;
   using A = Operand<kA, true, Tile::kM, Tile::kM>;
-  using B = Operand<kB, true, Tile::kN, Tile::kN>;
+  using B = Operand<kB, BContiguousAlongK(kLayout), Tile::kN, Tile::kN>;
   using Sums = Exchange<Tile::kM, Tile::kN>;
   using Stages = Ring<B::kBytes, A::kBytes, Tile::kStages, Sums::kBytes>;
   static constexpr int kAccumulators = device::WgmmaFragment::kRows * Tile::kM / kWarpgroupThreads;
@@ -302,9 +302,9 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 
 template <DType kA, DType kB, DType kOut, Accumulation kAccumulation, GemmLayout kLayout, typename Tile>
 struct SliceGemm {
-  static_assert(kLayout == GemmLayout::kNT, "both operands are K-contiguous");
+  static_assert(AContiguousAlongK(kLayout), "16 rows of A are no panel");
   // Where reading B is what takes time, moving fp8 sums to float32 costs none: both accumulations are the exact one.
-  using Config = SliceConfig<kA, kB, HasAccumulationChoice(kA, kB), Tile>;
+  using Config = SliceConfig<kA, kB, kLayout, HasAccumulationChoice(kA, kB), Tile>;
 
   static cudaError_t Prepare(KernelFacts& facts) {
     return PrepareKernel(&SliceGemmKernel<Config>, Config::Stages::kSharedBytes, kBlockThreads, facts);
