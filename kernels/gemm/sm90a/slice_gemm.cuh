@@ -83,8 +83,6 @@ __device__ __forceinline__ void ProduceSlices(const CUtensorMap& a_map, const CU
   using Tile = typename Config::Tile;
   using Stages = typename Config::Stages;
   if (grid.k_tiles == 0) return;  // there are no maps then
-  device::PrefetchTensorMap(&a_map);
-  device::PrefetchTensorMap(&b_map);
   const Slice slice = SliceOf(grid.k_tiles, cluster);
   RingPosition<Stages::kStages> at;
   const std::uint32_t step = gridDim.x / cluster.blocks;
@@ -274,6 +272,11 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   extern __shared__ unsigned char dynamic_shared[];
   const typename Config::Stages ring(dynamic_shared);
   const ClusterPlace cluster = {.rank = device::ClusterRank(), .blocks = device::ClusterBlocks()};
+  // The producer's first copies would wait for the maps; they are the launch's own, so no grid ahead writes them.
+  if (threadIdx.x == kConsumers * kWarpgroupThreads && grid.k_tiles > 0) {
+    device::PrefetchTensorMap(&a_map);
+    device::PrefetchTensorMap(&b_map);
+  }
   if (threadIdx.x == 0) {
     ring.Init(kConsumerWarps);
     SliceSums<Config>::Init(ring, cluster);

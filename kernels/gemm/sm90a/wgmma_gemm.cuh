@@ -92,8 +92,6 @@ __device__ __forceinline__ void Produce(const CUtensorMap& a_map, const CUtensor
   using Tile = typename Config::Tile;
   using Stages = typename Config::Stages;
   if (grid.k_tiles == 0) return;  // there are no maps then
-  device::PrefetchTensorMap(&a_map);
-  device::PrefetchTensorMap(&b_map);
   RingPosition<Stages::kStages> at;
   const std::uint32_t step = gridDim.x / cluster.blocks;
   for (std::uint32_t tile = blockIdx.x / cluster.blocks; tile < grid.tiles; tile += step) {
@@ -211,6 +209,11 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   extern __shared__ unsigned char dynamic_shared[];
   const typename Config::Stages ring(dynamic_shared);
   const ClusterPlace cluster = {.rank = device::ClusterRank(), .blocks = device::ClusterBlocks()};
+  // The producer's first copies would wait for the maps; they are the launch's own, so no grid ahead writes them.
+  if (threadIdx.x == kConsumers * kWarpgroupThreads && grid.k_tiles > 0) {
+    device::PrefetchTensorMap(&a_map);
+    device::PrefetchTensorMap(&b_map);
+  }
   if (threadIdx.x == 0) {
     ring.Init(kConsumerWarps * cluster.blocks);
     device::FenceMbarrierInit();
