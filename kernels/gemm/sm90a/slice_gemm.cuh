@@ -179,7 +179,7 @@ class SliceSums {
   // Adds the slices in order and calls finish(row, column, sum) for the block's part of the tile; row and column count
   // from the tile's first. All consumer threads; neighbours have neighbouring columns.
   template <typename Finish>
-  __device__ __forceinline__ void Receive(int rows, const Finish& finish) {
+  __device__ __forceinline__ void Receive(int rows, bool last, const Finish& finish) {
     const std::uint32_t column = threadIdx.x % columns_;
     const std::uint32_t first_row = threadIdx.x / columns_;
     const std::uint32_t row_step = kConsumers * kWarpgroupThreads / columns_;
@@ -195,7 +195,8 @@ class SliceSums {
     }
     __syncwarp();
     const std::uint32_t lane = threadIdx.x % 32;
-    if (lane < cluster_.blocks) device::MbarrierArriveInBlock(device::InBlock(read_, lane));
+    // Nobody waits for the last ones, which might come when their block has gone.
+    if (!last && lane < cluster_.blocks) device::MbarrierArriveInBlock(device::InBlock(read_, lane));
     parity_ ^= 1U;
   }
 
@@ -212,14 +213,14 @@ class SliceSums {
 // The block's part of one tile of D.
 template <typename Config>
 __device__ __forceinline__ void StoreSums(const GemmParams& params, const TileIndex& index, DType out,
-                                          SliceSums<Config>& sums) {
+                                          bool last, SliceSums<Config>& sums) {
   using Tile = typename Config::Tile;
   const std::int64_t m0 = std::int64_t{index.m} * Tile::kM;
   const std::int64_t n0 = std::int64_t{index.n} * Tile::kN;
   const int rows = static_cast<int>(min(params.m - m0, std::int64_t{Tile::kM}));
   std::int64_t batch_offset = 0;
   for (int i = 0; i < kGemmBatchDimsMax; ++i) batch_offset += index.batch[i] * params.d.batch_stride[i];
-  sums.Receive(rows, [&](std::uint32_t row, std::uint32_t column, typename Config::Accumulator sum) {
+  sums.Receive(rows, last, [&](std::uint32_t row, std::uint32_t column, typename Config::Accumulator sum) {
     const std::int64_t m = m0 + row;
     const std::int64_t n = n0 + column;
     if (n >= params.n) return;
@@ -261,7 +262,7 @@ __device__ __forceinline__ void ConsumeSlices(const GemmParams& params, const Ti
     const TileIndex index = TileAt(grid, tile);
     const std::int64_t rows = params.m - std::int64_t{index.m} * Tile::kM;
     sums.Send(acc, warp, static_cast<int>(min(rows, std::int64_t{Tile::kM})));
-    StoreSums<Config>(params, index, out, sums);
+    StoreSums<Config>(params, index, out, /*last=*/tile + step >= grid.tiles, sums);
   }
 }
 

@@ -235,7 +235,10 @@ enum class StorePath : int {
 // Host: the fastest path that D's strides and alignment allow. The stride of a dimension of extent 1 is never used.
 inline StorePath StorePathOf(DType out, const GemmParams& params) {
   if (out == DType::kBf16) {
-    const bool staged = TmaIllegal(params.d, DTypeBytes(out), params.m, params.n, params.batch_shape).empty();
+    // A store of the copy engine ends on 16 bytes, whatever the map says: it would write past a row that does not.
+    const std::int64_t whole = kTmaAlignment / DTypeBytes(out);
+    const bool staged =
+        params.n % whole == 0 && TmaIllegal(params.d, DTypeBytes(out), params.m, params.n, params.batch_shape).empty();
     return staged ? StorePath::kBf16Staged : StorePath::kBf16Elements;
   }
   constexpr std::int64_t kElements = 2;

@@ -123,6 +123,11 @@ __device__ __forceinline__ void Produce(const CUtensorMap& a_map, const CUtensor
       at.Advance();
     }
   }
+  // The other block's last arrivals are on their way here, and this block's memory must not go before they have come.
+  for (int stage = 0; stage < Stages::kStages; ++stage) {
+    device::MbarrierWait(ring.Empty(at.stage), at.parity ^ 1U);
+    at.Advance();
+  }
 }
 
 // What a consumer needs beside the operands.
