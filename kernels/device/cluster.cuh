@@ -34,12 +34,16 @@ __device__ __forceinline__ std::uint32_t InBlock(std::uint32_t shared_address, s
   return address;
 }
 
-// Writes a word to any block's shared memory and counts its 4 bytes into a barrier of that block, which whoever waits
-// for the barrier sees; both addresses from InBlock, of the same block.
-__device__ __forceinline__ void SendToBlock(std::uint32_t address, std::uint32_t value, std::uint32_t barrier) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
-               "r"(value), "r"(barrier)
-               : "memory");
+// `bytes`, a multiple of 16, of our shared memory at `source` to any block's at `destination`, by the copy engine,
+// which counts them into a barrier of that block; whoever waits for the barrier sees them. `destination` and `barrier`
+// from InBlock, of the same block. Ordinary writes to `source` need FenceAsyncProxy by their threads and a barrier
+// before; it may be written again when the other block says that the bytes have come.
+__device__ __forceinline__ void CopyToBlock(std::uint32_t destination, std::uint32_t source, std::uint32_t bytes,
+                                            std::uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(destination),
+      "r"(source), "r"(bytes), "r"(barrier)
+      : "memory");
 }
 
 // An arrival at a barrier of any block of the cluster, at an address from InBlock: for telling others that what lies in

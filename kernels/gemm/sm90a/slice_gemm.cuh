@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include "common/dtype.h"
 #include "kernels/catalog/gemm_class.h"
@@ -28,22 +27,12 @@
 #include "kernels/gemm/sm90a/main_loop.cuh"
 #include "kernels/gemm/sm90a/operand.cuh"
 #include "kernels/gemm/sm90a/ring.cuh"
+#include "kernels/gemm/sm90a/slice_sums.cuh"
 #include "kernels/gemm/sm90a/tile_walk.cuh"
 #include "kernels/gemm/sm90a/wgmma_gemm.cuh"
 #include "kernels/launch/launch.h"
 
 namespace tessera::kernels::sm90a {
-
-// Partial sums of a tile on their way to the block that adds them: block r of S has columns [r C, (r + 1) C) of D, with
-// C = kColumns / S, and receives [slice][row of D][column] from all slices. Lines are 4 words longer than C, so that
-// the 8 columns and 4 pairs of rows of a warp's store lie in 32 banks.
-template <int kTileRows, int kTileColumns>
-struct Exchange {
-  static constexpr int kRows = kTileRows;        // of D
-  static constexpr int kColumns = kTileColumns;  // of D, of all blocks together
-  static constexpr int kPadding = 4;
-  static constexpr std::uint32_t kBytes = kRows * (kColumns + kClusterLimit * kPadding) * 4;
-};
 
 template <DType kA, DType kB, GemmLayout kLayout, bool kTwoLevels, typename TileShape>
 struct SliceConfig {
@@ -110,134 +99,116 @@ __device__ __forceinline__ void ProduceSlices(const CUtensorMap& a_map, const CU
   }
 }
 
-// Reads one partial sum of our own shared memory.
-template <typename Accumulator>
-__device__ __forceinline__ Accumulator LoadSum(std::uint32_t address) {
-  const std::uint32_t word = device::LoadSharedWord(address);
-  if constexpr (std::is_same_v<Accumulator, float>) {
-    return __uint_as_float(word);
-  } else {
-    return static_cast<Accumulator>(word);
-  }
-}
-
-__device__ __forceinline__ std::uint32_t WordOf(float value) {
-  return __float_as_uint(value);
-}
-__device__ __forceinline__ std::uint32_t WordOf(std::int32_t value) {
-  return static_cast<std::uint32_t>(value);
-}
-
-// The consumers' side of the exchange. Two barriers a block: `arrived` counts the bytes that were sent here, from every
-// slice; `read` counts the warps of every block that have added up what they received, after which the next tile may be
-// sent.
-template <typename Config>
-class SliceSums {
- public:
-  using Accumulator = typename Config::Accumulator;
-  using Sums = typename Config::Sums;
-
-  __device__ __forceinline__ SliceSums(const typename Config::Stages& ring, const ClusterPlace& cluster)
-      : area_(ring.Area()), arrived_(ring.Other(0)), read_(ring.Other(1)), cluster_(cluster) {
-    columns_ = Sums::kColumns / cluster.blocks;
-    line_bytes_ = (columns_ + Sums::kPadding) * 4;
-  }
-
-  // One thread, as Ring::Init.
-  static __device__ __forceinline__ void Init(const typename Config::Stages& ring, const ClusterPlace& cluster) {
-    device::MbarrierInit(ring.Other(0), 1);
-    device::MbarrierInit(ring.Other(1), kConsumerWarps * cluster.blocks);
-  }
-
-  // `rows`: of D in this tile. The 16 columns of a warp go to one block, as a block has 16 or more.
-  __device__ __forceinline__ void Send(const Accumulator (&acc)[Config::kAccumulators], int warp, int rows) const {
-    using Fragment = device::WgmmaFragment;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const std::uint32_t column = warp * 16;  // of the tile
-    const std::uint32_t target = column / columns_;
-    if (threadIdx.x == 0) device::MbarrierArriveExpect(arrived_, rows * Sums::kColumns * 4);
-    device::MbarrierWait(read_, parity_ ^ 1U);
-    const std::uint32_t line = cluster_.rank * Sums::kRows * line_bytes_;
-    const std::uint32_t base = device::InBlock(area_ + line + (column - target * columns_ + lane / 4) * 4, target);
-    const std::uint32_t arrived = device::InBlock(arrived_, target);
-    const int first = Fragment::FirstColumn(lane);
-#pragma unroll
-    for (int pair = 0; pair < Config::kAccumulators / 4; ++pair) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int row = first + pair * Fragment::kColumnStep + i;
-        if (row >= rows) continue;
-#pragma unroll
-        for (int r = 0; r < Fragment::kRowPairs; ++r) {
-          device::SendToBlock(base + row * line_bytes_ + r * Fragment::kRowStep * 4,
-                              WordOf(acc[Fragment::Index(r, pair, i)]), arrived);
-        }
-      }
-    }
-  }
-
-  // Adds the slices in order and calls finish(row, column, sum) for the block's part of the tile; row and column count
-  // from the tile's first. All consumer threads; neighbours have neighbouring columns.
-  template <typename Finish>
-  __device__ __forceinline__ void Receive(int rows, bool last, const Finish& finish) {
-    const std::uint32_t column = threadIdx.x % columns_;
-    const std::uint32_t first_row = threadIdx.x / columns_;
-    const std::uint32_t row_step = kConsumers * kWarpgroupThreads / columns_;
-    const std::uint32_t slice_bytes = Sums::kRows * line_bytes_;
-    device::MbarrierWait(arrived_, parity_);
-    for (std::uint32_t row = first_row; row < static_cast<std::uint32_t>(rows); row += row_step) {
-      const std::uint32_t at = area_ + row * line_bytes_ + column * 4;
-      Accumulator sum = LoadSum<Accumulator>(at);
-      for (std::uint32_t slice = 1; slice < cluster_.blocks; ++slice) {
-        sum += LoadSum<Accumulator>(at + slice * slice_bytes);
-      }
-      finish(row, cluster_.rank * columns_ + column, sum);
-    }
-    __syncwarp();
-    const std::uint32_t lane = threadIdx.x % 32;
-    // Nobody waits for the last ones, which might come when their block has gone.
-    if (!last && lane < cluster_.blocks) device::MbarrierArriveInBlock(device::InBlock(read_, lane));
-    parity_ ^= 1U;
-  }
-
- private:
-  std::uint32_t area_;
-  std::uint32_t arrived_;
-  std::uint32_t read_;
-  ClusterPlace cluster_;
-  std::uint32_t columns_;  // of a block
-  std::uint32_t line_bytes_;
-  std::uint32_t parity_ = 0;  // of this tile's phase of `arrived`
+// How D is written, found by the host.
+struct SliceOutput {
+  DType type;
+  bool vectors;  // four neighbours of a row at once, aligned to their size
 };
+
+inline SliceOutput SliceOutputOf(DType type, const GemmParams& params) {
+  constexpr std::int64_t kElements = 4;
+  const std::uintptr_t bytes = kElements * DTypeBytes(type);
+  bool vectors = (params.n <= 1 || params.d.col_stride == 1) &&
+                 reinterpret_cast<std::uintptr_t>(params.d.data) % bytes == 0 &&
+                 (params.m <= 1 || params.d.row_stride % kElements == 0);
+  for (int i = 0; i < kGemmBatchDimsMax; ++i) {
+    if (params.batch_shape[i] > 1 && params.d.batch_stride[i] % kElements != 0) vectors = false;
+  }
+  return {.type = type, .vectors = vectors};
+}
+
+// Four values of a row of D; those from `columns` on are outside.
+template <DType kOut>
+__device__ __forceinline__ void StoreGroup(const GemmParams& params, std::int64_t at, std::int64_t columns,
+                                           bool vectors, const float (&value)[4]) {
+  using Out = cuda::Output<kOut>;
+  auto* const d = static_cast<typename Out::Element*>(params.d.data) + at;
+  if (vectors && columns >= 4) {
+    struct alignas(4 * sizeof(typename Out::Element)) Group {
+      typename Out::Element element[4];
+    };
+    *reinterpret_cast<Group*>(d) = {Out::Round(value[0]), Out::Round(value[1]), Out::Round(value[2]),
+                                    Out::Round(value[3])};
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if (j < columns) d[j * params.d.col_stride] = Out::Round(value[j]);
+  }
+}
+
+// Scales and bias of the elements of a SumBlock; of those outside of D, nothing is read.
+struct SumFactors {
+  float a_scale[2];
+  float b_scale[2][4];
+  float bias[2][4];
+};
+
+__device__ __forceinline__ SumFactors FactorsAt(const GemmParams& params, std::int64_t m, std::int64_t n) {
+  SumFactors factors;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) factors.a_scale[i] = m + i < params.m ? cuda::ScaleAt(params.a_scale, m + i) : 0.0F;
+#pragma unroll
+  for (int group = 0; group < 2; ++group) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const std::int64_t column = n + group * 8 + j;
+      const bool inside = column < params.n;
+      factors.b_scale[group][j] = inside ? cuda::ScaleAt(params.b_scale, column) : 0.0F;
+      factors.bias[group][j] = inside && params.bias.data != nullptr ? cuda::BiasAt(params.bias, column) : 0.0F;
+    }
+  }
+  return factors;
+}
+
+// As cuda::Finish, which adds no bias where there is none: -0 stays.
+template <typename Block>
+__device__ __forceinline__ void StoreBlock(const GemmParams& params, const SliceOutput& output,
+                                           std::int64_t batch_offset, std::int64_t m, std::int64_t n,
+                                           const SumFactors& factors, const Block& block) {
+#pragma unroll
+  for (int i = 0; i < Block::kRows; ++i) {
+    if (m + i >= params.m) continue;
+#pragma unroll
+    for (int group = 0; group < Block::kGroups; ++group) {
+      const std::int64_t column = n + group * Block::kGroupStep;
+      float value[Block::kColumns];
+#pragma unroll
+      for (int j = 0; j < Block::kColumns; ++j) {
+        value[j] = __fmul_rn(__fmul_rn(block.At(i, group, j), factors.a_scale[i]), factors.b_scale[group][j]);
+        if (params.bias.data != nullptr) value[j] = __fadd_rn(value[j], factors.bias[group][j]);
+      }
+      const std::int64_t at = batch_offset + (m + i) * params.d.row_stride + column * params.d.col_stride;
+      if (output.type == DType::kBf16) {
+        StoreGroup<DType::kBf16>(params, at, params.n - column, output.vectors, value);
+      } else {
+        StoreGroup<DType::kF32>(params, at, params.n - column, output.vectors, value);
+      }
+    }
+  }
+}
 
 // The block's part of one tile of D.
 template <typename Config>
-__device__ __forceinline__ void StoreSums(const GemmParams& params, const TileIndex& index, DType out,
-                                          bool last, SliceSums<Config>& sums) {
+__device__ __forceinline__ void StoreSums(const GemmParams& params, const TileIndex& index, const SliceOutput& output,
+                                          std::uint32_t warp, std::uint32_t rows, bool last, SliceSums<Config>& sums) {
   using Tile = typename Config::Tile;
   const std::int64_t m0 = std::int64_t{index.m} * Tile::kM;
   const std::int64_t n0 = std::int64_t{index.n} * Tile::kN;
-  const int rows = static_cast<int>(min(params.m - m0, std::int64_t{Tile::kM}));
   std::int64_t batch_offset = 0;
   for (int i = 0; i < kGemmBatchDimsMax; ++i) batch_offset += index.batch[i] * params.d.batch_stride[i];
-  sums.Receive(rows, last, [&](std::uint32_t row, std::uint32_t column, typename Config::Accumulator sum) {
-    const std::int64_t m = m0 + row;
-    const std::int64_t n = n0 + column;
-    if (n >= params.n) return;
-    const float value = cuda::Finish(params, m, n, static_cast<float>(sum));
-    const std::int64_t at = batch_offset + m * params.d.row_stride + n * params.d.col_stride;
-    if (out == DType::kBf16) {
-      using Out = cuda::Output<DType::kBf16>;
-      static_cast<Out::Element*>(params.d.data)[at] = Out::Round(value);
-    } else {
-      static_cast<float*>(params.d.data)[at] = value;
-    }
-  });
+  sums.Receive(
+      warp, rows, last,
+      [&](std::uint32_t row, std::uint32_t column) { return FactorsAt(params, m0 + row, n0 + column); },
+      [&](const SumFactors& factors, std::uint32_t row, std::uint32_t column,
+          const typename SliceSums<Config>::Block& block) {
+        StoreBlock(params, output, batch_offset, m0 + row, n0 + column, factors, block);
+      });
 }
 
 // One consumer warpgroup: its part of all tiles of the cluster.
 template <typename Config>
-__device__ __forceinline__ void ConsumeSlices(const GemmParams& params, const TileGrid& grid, DType out,
+__device__ __forceinline__ void ConsumeSlices(const GemmParams& params, const TileGrid& grid, const SliceOutput& output,
                                               const ClusterPlace& cluster, const typename Config::Stages& ring,
                                               int warp) {
   using Pair = typename Config::Pair;
@@ -260,16 +231,18 @@ __device__ __forceinline__ void ConsumeSlices(const GemmParams& params, const Ti
       MultiplyThroughout<Pair, typename Config::B, typename Config::A>(ring, at, offset, slice.count, release, acc);
     }
     const TileIndex index = TileAt(grid, tile);
-    const std::int64_t rows = params.m - std::int64_t{index.m} * Tile::kM;
-    sums.Send(acc, warp, static_cast<int>(min(rows, std::int64_t{Tile::kM})));
-    StoreSums<Config>(params, index, out, /*last=*/tile + step >= grid.tiles, sums);
+    const auto rows =
+        static_cast<std::uint32_t>(min(params.m - std::int64_t{index.m} * Tile::kM, std::int64_t{Tile::kM}));
+    sums.Send(acc, warp, rows);
+    StoreSums<Config>(params, index, output, warp, rows, /*last=*/tile + step >= grid.tiles, sums);
   }
 }
 
 template <typename Config>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     SliceGemmKernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
-                    const __grid_constant__ GemmParams params, const __grid_constant__ TileGrid grid, const DType out) {
+                    const __grid_constant__ GemmParams params, const __grid_constant__ TileGrid grid,
+                    const SliceOutput output) {
   extern __shared__ unsigned char dynamic_shared[];
   const typename Config::Stages ring(dynamic_shared);
   const ClusterPlace cluster = {.rank = device::ClusterRank(), .blocks = device::ClusterBlocks()};
@@ -291,7 +264,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   const int warp = __shfl_sync(0xFFFFFFFFU, static_cast<int>(threadIdx.x) / 32, 0);
   if (warp < kConsumerWarps) {
     device::RaiseRegisters<kConsumerRegisters>();
-    ConsumeSlices<Config>(params, grid, out, cluster, ring, warp);
+    ConsumeSlices<Config>(params, grid, output, cluster, ring, warp);
   } else {
     device::LowerRegisters<kProducerRegisters>();
     if (warp == kConsumerWarps && device::ElectOne()) {
@@ -300,7 +273,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     }
   }
   __syncwarp();  // the producer's warp has gone two ways
-  // A block's shared memory stays until the others have sent their last arrival.
+  // A block's shared memory stays until what it has sent has come and the others have sent their last arrival.
   device::ClusterBarrier();
 }
 
@@ -335,7 +308,8 @@ struct SliceGemm {
                               .cluster = static_cast<std::uint32_t>(shape.split),
                               .threads = kBlockThreads,
                               .shared_bytes = Config::Stages::kSharedBytes};
-    return LaunchPersistent(&SliceGemmKernel<Config>, launch, context.stream, a_map, b_map, params, grid, kOut);
+    return LaunchPersistent(&SliceGemmKernel<Config>, launch, context.stream, a_map, b_map, params, grid,
+                            SliceOutputOf(kOut, params));
   }
 };
 
