@@ -146,40 +146,43 @@ __device__ __forceinline__ void StoreFloatPairs(const GemmParams& params, const 
   }
 }
 
-// bf16 by the copy engine, which writes whole lines and clips them at D's edges: 64 columns at a time, or 32 where a
-// tile is no multiple of 64 wide, go through one of two buffers in shared memory. They lie swizzled, by 128 or 64
-// bytes, so that eight rows of a matrix are in different banks: of lines of 128 bytes, line l has its 16-byte column c
-// at c ^ (l % 8); of lines of 64 bytes at c ^ (l / 2 % 4).
+// bf16 by the copy engine, which writes whole lines and clips them at D's edges. A warp's 16 rows go through buffers of
+// its own in shared memory, 64 columns at a time, or 32 where a tile is no multiple of 64 wide: no warp waits for
+// another. They lie swizzled, by 128 or 64 bytes, so that eight rows of a matrix are in different banks: of lines of
+// 128 bytes, line l has its 16-byte column c at c ^ (l % 8); of lines of 64 bytes at c ^ (l / 2 % 4).
 template <int kTileColumns>
 class StagedStore {
  public:
   static constexpr bool kNarrow = kTileColumns % 64 != 0;
   static constexpr int kColumns = kNarrow ? 32 : 64;
-  static constexpr int kBuffers = 2;
+  static constexpr int kRows = 16;
+  static constexpr int kBlocks = kTileColumns / kColumns;
+  // As many as fit behind the ring: with fewer than blocks, a block waits until the copy engine has read one of before.
+  static constexpr int kBuffers = kNarrow ? kBlocks : 2;
   static constexpr std::uint32_t kLineBytes = kColumns * 2;
-  static constexpr std::uint32_t kBufferBytes = device::WgmmaFragment::kRows * kLineBytes;
-  static constexpr std::uint32_t kBytes = kBuffers * kBufferBytes;
-  static_assert(kTileColumns % kColumns == 0);
+  static constexpr std::uint32_t kBufferBytes = kRows * kLineBytes;
+  static constexpr std::uint32_t kWarpBytes = kBuffers * kBufferBytes;
+  static constexpr std::uint32_t kBytes = 4 * kWarpBytes;  // of a warpgroup
+  static_assert(kTileColumns % kColumns == 0 && kBlocks % kBuffers == 0, "buffers are used in turn");
+  static_assert(kBufferBytes % device::kSwizzleAtomBytes == 0, "every buffer begins at a swizzle atom");
 
-  // `area`: kBytes of the warpgroup's own, aligned to a swizzle atom. `barrier`: the number of a hardware barrier that
-  // only this warpgroup uses.
-  __device__ __forceinline__ StagedStore(std::uint32_t area, int barrier, const CUtensorMap* map)
-      : area_(area), barrier_(barrier), issues_(threadIdx.x % 128 == 0), map_(map) {}
+  // `area`: kBytes of the warpgroup's own, aligned to a swizzle atom.
+  __device__ __forceinline__ StagedStore(std::uint32_t area, const CUtensorMap* map)
+      : area_(area + threadIdx.x % 128 / 32 * kWarpBytes), map_(map) {}
 
-  // `box`: the first column and row of the warpgroup's part of the tile, and its batch. All 128 threads.
+  // `box`: the first column and row of the warpgroup's part of the tile, and its batch. All 32 threads of a warp.
   __device__ __forceinline__ void Store(device::TensorCoordinates box, const float (&acc)[kTileColumns / 2]) const {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int warp = static_cast<int>(threadIdx.x) % 128 / 32;
+    box.at[1] += static_cast<std::int32_t>(threadIdx.x % 128 / 32 * kRows);
     // Lane l names row l % 8 of matrix l / 8: matrices 0 and 1 are the upper and lower 8 rows, 2 and 3 the next
     // columns.
-    const std::uint32_t row = warp * 16 + lane / 8 % 2 * 8 + lane % 8;
-    const std::uint32_t line = area_ + row * kLineBytes;
+    const std::uint32_t line = area_ + (lane / 8 % 2 * 8 + lane % 8) * kLineBytes;
     const int swizzle = kNarrow ? lane % 8 / 2 : lane % 8;
 #pragma unroll
-    for (int block = 0; block < kTileColumns / kColumns; ++block) {
+    for (int block = 0; block < kBlocks; ++block) {
       const std::uint32_t buffer = block % kBuffers * kBufferBytes;
-      if (issues_) WaitForBuffer(block == 0);
-      device::BarrierOf128(barrier_);
+      if (lane == 0) device::WaitStoresRead<kBuffers - 1>();
+      __syncwarp();
 #pragma unroll
       for (int chunk = 0; chunk < kColumns / 8; chunk += 2) {
         const int pair = block * (kColumns / 8) + chunk;
@@ -188,28 +191,18 @@ class StagedStore {
         device::StoreMatrices(line + buffer + ((chunk + lane / 16) ^ swizzle) * 16, word);
       }
       device::FenceAsyncProxy();
-      device::BarrierOf128(barrier_);
-      if (issues_) device::TmaStore(map_, area_ + buffer, box);
+      __syncwarp();
+      if (lane == 0) device::TmaStore(map_, area_ + buffer, box);
       box.at[0] += kColumns;
     }
   }
 
   // Before the block ends: shared memory must outlive the stores that read it.
   __device__ __forceinline__ void Finish() const {
-    if (issues_) device::WaitStoresDone();
+    if (threadIdx.x % 32 == 0) device::WaitStoresDone();
   }
 
  private:
-  // The latest store may still read the other buffer; with an odd number of blocks, a tile's first one needs the buffer
-  // of the tile before's last one.
-  static __device__ __forceinline__ void WaitForBuffer(bool first) {
-    if (first && kTileColumns / kColumns % kBuffers != 0) {
-      device::WaitStoresRead<0>();
-    } else {
-      device::WaitStoresRead<kBuffers - 1>();
-    }
-  }
-
   static __device__ __forceinline__ std::uint32_t Pack(const float (&acc)[kTileColumns / 2], int row, int pair) {
     using Fragment = device::WgmmaFragment;
     using Out = cuda::Output<DType::kBf16>;
@@ -218,9 +211,7 @@ class StagedStore {
     return low | high << 16U;
   }
 
-  std::uint32_t area_;
-  int barrier_;
-  bool issues_;
+  std::uint32_t area_;  // the warp's
   const CUtensorMap* map_;
 };
 

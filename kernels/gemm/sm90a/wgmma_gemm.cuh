@@ -162,7 +162,7 @@ __device__ __forceinline__ void Consume(const GemmParams& params, const TileGrid
   using Tile = typename Config::Tile;
   using Pair = typename Config::Pair;
   using Stages = typename Config::Stages;
-  const typename Config::Staged staged(ring.Area() + consumer * Config::Staged::kBytes, 1 + consumer, output.map);
+  const typename Config::Staged staged(ring.Area() + consumer * Config::Staged::kBytes, output.map);
   // Lane l of each warp tells block l of the cluster.
   const std::uint32_t lane = threadIdx.x % 32;
   const std::uint32_t empty = device::InBlock(ring.Empty(0), lane < cluster.blocks ? lane : 0);
@@ -298,7 +298,7 @@ struct WgmmaGemm {
     }
     if (path != StorePath::kBf16Staged) return cudaSuccess;
     device::TensorMapShape d = MatrixMap(params.d, kOut, params.n, params.m, params.d.row_stride,
-                                         Config::Staged::kColumns, device::WgmmaFragment::kRows, params.batch_shape);
+                                         Config::Staged::kColumns, Config::Staged::kRows, params.batch_shape);
     d.narrow = Config::Staged::kNarrow;
     return device::FindTensorMap(d, d_map);
   }
