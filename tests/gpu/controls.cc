@@ -101,7 +101,7 @@ class Controls {
 };
 
 std::vector<LaunchDamage> LaunchDamages(const kernels::GemmVariant& variant, const DeviceBytes& bias) {
-  const bool short_sums = AccumulatorError(variant.gemm_class, 1) > 0;
+  const bool short_sums = AccumulatorOf(variant.gemm_class) != oracle::Accumulator::kFloat32;
   const float factor = short_sums ? kShortScaleFactor : kScaleFactor;
   const int k_tile = std::max(variant.tile.k, 16);
   return {
