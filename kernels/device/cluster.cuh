@@ -19,6 +19,18 @@ __device__ __forceinline__ std::uint32_t ClusterBlocks() {
   return blocks;
 }
 
+// The cluster's number in the grid, and the number of them, of a grid of one dimension.
+__device__ __forceinline__ std::uint32_t ClusterIndex() {
+  std::uint32_t index = 0;
+  asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  return index;
+}
+__device__ __forceinline__ std::uint32_t ClusterCount() {
+  std::uint32_t count = 0;
+  asm volatile("mov.u32 %0, %%nclusterid.x;" : "=r"(count));
+  return count;
+}
+
 // Waits for all warps of the cluster that have not left, each with all its threads together. It makes nobody's writes
 // visible, which would wait for all of them to reach L2: barriers in shared memory have FenceMbarrierInit, and data has
 // the barrier that counts it.
@@ -46,10 +58,10 @@ __device__ __forceinline__ void CopyToBlock(std::uint32_t destination, std::uint
       : "memory");
 }
 
-// An arrival at a barrier of any block of the cluster, at an address from InBlock: for telling others that what lies in
-// our shared memory was read. It makes no writes visible to other blocks.
-__device__ __forceinline__ void MbarrierArriveInBlock(std::uint32_t address) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
+// Arrivals at a barrier of any block of the cluster, at an address from InBlock: for telling others that what lies in
+// our shared memory was read. They make no writes visible to other blocks.
+__device__ __forceinline__ void MbarrierArriveInBlock(std::uint32_t address, std::uint32_t arrivals = 1) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0], %1;" ::"r"(address), "r"(arrivals) : "memory");
 }
 
 }  // namespace tessera::kernels::device

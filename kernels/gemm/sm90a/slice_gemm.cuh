@@ -40,9 +40,11 @@ struct SliceConfig {
   using Pair = device::WgmmaPair<kB, kA, !BContiguousAlongK(kLayout)>;  // B first
   using Accumulator = typename Pair::Accumulator;
   static constexpr bool kInTwoLevels = kTwoLevels;
-  using A = Operand<kA, true, Tile::kM, Tile::kM>;
+  // Tiles abreast that a cluster may have. Each block fetches its share of their rows of A for all.
+  static constexpr int kAbreast = Tile::kM >= 64 ? 2 : 1;
+  using A = Operand<kA, true, Tile::kM, Tile::kM / kAbreast>;
   using B = Operand<kB, BContiguousAlongK(kLayout), Tile::kN, Tile::kN>;
-  using Sums = Exchange<Tile::kM, Tile::kN>;
+  using Sums = Exchange<Tile::kM, Tile::kN, B::kBytes + A::kBytes>;
   using Stages = Ring<B::kBytes, A::kBytes, Tile::kStages, Sums::kBytes>;
   static constexpr int kAccumulators = device::WgmmaFragment::kRows * Tile::kM / kWarpgroupThreads;
 
@@ -56,47 +58,157 @@ struct Slice {
   std::uint32_t count;
 };
 
-__device__ __forceinline__ Slice SliceOf(std::uint32_t k_tiles, const ClusterPlace& cluster) {
+__device__ __forceinline__ Slice SliceOf(std::uint32_t k_tiles, const SlicePlace& place) {
+  const int shift = 31 - __clz(static_cast<int>(place.slices));
   const auto cut = [&](std::uint32_t slice) {
-    return static_cast<std::uint32_t>(std::uint64_t{k_tiles} * slice / cluster.blocks);
+    return static_cast<std::uint32_t>(std::uint64_t{k_tiles} * slice >> shift);
   };
-  const std::uint32_t first = cut(cluster.rank);
-  return {.first = first, .count = cut(cluster.rank + 1) - first};
+  const std::uint32_t first = cut(place.slice);
+  return {.first = first, .count = cut(place.slice + 1) - first};
 }
 
-// One thread: fills stage after stage with the block's slice of all tiles.
+// Units of a cluster, one after another. The first is reckoned while the block sets up.
+class UnitWalk {
+ public:
+  explicit __device__ __forceinline__ UnitWalk(const TileGrid& grid)
+      : grid_(grid), step_(device::ClusterCount()), unit_(device::ClusterIndex()), index_(TileAt(grid, unit_)) {}
+
+  __device__ __forceinline__ const TileIndex& index() const { return index_; }
+  __device__ __forceinline__ bool last() const { return unit_ + step_ >= grid_.tiles; }
+  __device__ __forceinline__ void Next() {
+    unit_ += step_;
+    index_ = TileAt(grid_, unit_);
+  }
+
+ private:
+  const TileGrid& grid_;
+  std::uint32_t step_;
+  std::uint32_t unit_;
+  TileIndex index_;
+};
+
+// One thread: fills stage after stage with the block's slice of all tiles, and lends stages for each tile's exchange.
 template <typename Config>
-__device__ __forceinline__ void ProduceSlices(const CUtensorMap& a_map, const CUtensorMap& b_map,
-                                              const GemmParams& params, const TileGrid& grid,
-                                              const ClusterPlace& cluster, const typename Config::Stages& ring) {
+class SliceProducer {
+ public:
   using Tile = typename Config::Tile;
   using Stages = typename Config::Stages;
-  if (grid.k_tiles == 0) return;  // there are no maps then
-  const Slice slice = SliceOf(grid.k_tiles, cluster);
-  RingPosition<Stages::kStages> at;
-  const std::uint32_t step = gridDim.x / cluster.blocks;
-  for (std::uint32_t tile = blockIdx.x / cluster.blocks; tile < grid.tiles; tile += step) {
-    const TileIndex index = TileAt(grid, tile);
-    const device::TensorCoordinates a_box = BatchCoordinates(params.a, index);
-    const device::TensorCoordinates b_box = BatchCoordinates(params.b, index);
-    const auto a_row = static_cast<std::int32_t>(index.m * Tile::kM);
-    const auto b_row = static_cast<std::int32_t>(index.n * Tile::kN);
-    for (std::uint32_t i = 0; i < slice.count; ++i) {
-      const auto k = static_cast<std::int32_t>((slice.first + i) * Tile::kK);
-      const std::uint32_t full = ring.Full(at.stage);
-      device::MbarrierWait(ring.Empty(at.stage), at.parity ^ 1U);
-      device::MbarrierArriveExpect(full, Stages::kStageBytes);
-      const auto copy_b = [&](std::uint32_t destination, const device::TensorCoordinates& box) {
-        device::TmaLoad(destination, &b_map, full, box);
-      };
-      const auto copy_a = [&](std::uint32_t destination, const device::TensorCoordinates& box) {
-        device::TmaLoad(destination, &a_map, full, box);
-      };
-      Config::B::Load(ring.A(at.stage), b_box, b_row, k, 0, Tile::kN, copy_b);
-      Config::A::Load(ring.B(at.stage), a_box, a_row, k, 0, Tile::kM, copy_a);
-      at.Advance();
+  using Sums = typename Config::Sums;
+
+  __device__ __forceinline__ SliceProducer(const CUtensorMap& a_map, const CUtensorMap& b_map, const Stages& ring,
+                                           const SlicePlace& place)
+      : a_map_(a_map), b_map_(b_map), ring_(ring), place_(place) {
+    for (std::uint32_t tile = 0; tile < place.abreast; ++tile) {
+      abreast_mask_ |= static_cast<std::uint16_t>(1U << place.OfTile(tile));
     }
   }
+
+  // Of the tile with batch coordinates `a_box` and `b_box`, a row of A and one of B.
+  __device__ __forceinline__ void Fill(const Slice& slice, const device::TensorCoordinates& a_box,
+                                       const device::TensorCoordinates& b_box, std::int32_t a_row, std::int32_t b_row) {
+    for (std::uint32_t i = 0; i < slice.count; ++i) {
+      const auto k = static_cast<std::int32_t>((slice.first + i) * Tile::kK);
+      WaitForStage();
+      const std::uint32_t full = ring_.Full(at_.stage);
+      device::MbarrierArriveExpect(full, Stages::kStageBytes);
+      const auto copy_b = [&](std::uint32_t destination, const device::TensorCoordinates& box) {
+        device::TmaLoad(destination, &b_map_, full, box);
+      };
+      Config::B::Load(ring_.A(at_.stage), b_box, b_row, k, 0, Tile::kN, copy_b);
+      FetchA(a_box, a_row, k, full);
+      at_.Advance();
+    }
+  }
+
+  // Stages for what the consumers send, without bytes.
+  __device__ __forceinline__ void Lend() {
+    TakeBack();
+    lent_stage_ = at_.stage;
+    lent_ = true;
+    for (int i = 0; i < Sums::kLentStages; ++i) {
+      WaitForFree();
+      device::MbarrierArrive(ring_.Full(at_.stage));
+      at_.Advance();
+    }
+  }
+
+  // Other blocks' last arrivals are on their way here, and this block's memory must not go before they have come.
+  // Stages that are lent are of the last tile, and nobody will give them back.
+  __device__ __forceinline__ void Finish() {
+    for (int i = lent_ ? Sums::kLentStages : 0; i < Stages::kStages; ++i) {
+      WaitForFree();
+      at_.Advance();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void FetchA(const device::TensorCoordinates& box, std::int32_t row, std::int32_t k,
+                                         std::uint32_t full) const {
+    if (Config::kAbreast == 1 || place_.abreast == 1) {
+      const auto copy = [&](std::uint32_t destination, const device::TensorCoordinates& part) {
+        device::TmaLoad(destination, &a_map_, full, part);
+      };
+      Config::A::Load(ring_.B(at_.stage), box, row, k, 0, Tile::kM, copy);
+    } else {
+      const auto copy = [&](std::uint32_t destination, const device::TensorCoordinates& part) {
+        device::TmaLoadMulticast(destination, &a_map_, full, part, abreast_mask_);
+      };
+      constexpr std::uint32_t kShare = Tile::kM / Config::kAbreast;
+      Config::A::Load(ring_.B(at_.stage), box, row, k, place_.tile * kShare, kShare, copy);
+    }
+  }
+
+  __device__ __forceinline__ void WaitForFree() const { device::MbarrierWait(ring_.Empty(at_.stage), at_.parity ^ 1U); }
+
+  __device__ __forceinline__ void WaitForStage() {
+    if (lent_ && at_.stage == lent_stage_) TakeBack();
+    WaitForFree();
+  }
+
+  // The lent stages are free when all that was sent has come, which the blocks that add it up say. All blocks that copy
+  // into the stages hear it from here, in the consumers' place.
+  __device__ __forceinline__ void TakeBack() {
+    if (!lent_) return;
+    device::MbarrierWait(SliceSums<Config>::ReadBarrier(ring_), read_parity_);
+    read_parity_ ^= 1U;
+    lent_ = false;
+    for (int i = 0; i < Sums::kLentStages; ++i) {
+      const std::uint32_t empty = ring_.Empty((lent_stage_ + i) % Stages::kStages);
+      for (std::uint32_t tile = 0; tile < place_.abreast; ++tile) {
+        device::MbarrierArriveInBlock(device::InBlock(empty, place_.OfTile(tile)), kConsumerWarps);
+      }
+    }
+  }
+
+  const CUtensorMap& a_map_;
+  const CUtensorMap& b_map_;
+  Stages ring_;
+  SlicePlace place_;
+  std::uint16_t abreast_mask_ = 0;
+  RingPosition<Stages::kStages> at_;
+  int lent_stage_ = 0;
+  bool lent_ = false;
+  std::uint32_t read_parity_ = 0;
+};
+
+template <typename Config>
+__device__ __forceinline__ void ProduceSlices(const CUtensorMap& a_map, const CUtensorMap& b_map,
+                                              const GemmParams& params, const TileGrid& grid, const SlicePlace& place,
+                                              const typename Config::Stages& ring, UnitWalk& walk) {
+  using Tile = typename Config::Tile;
+  const Slice slice = SliceOf(grid.k_tiles, place);
+  SliceProducer<Config> producer(a_map, b_map, ring, place);
+  for (;;) {
+    const TileIndex& index = walk.index();
+    producer.Fill(slice, BatchCoordinates(params.a, index), BatchCoordinates(params.b, index),
+                  static_cast<std::int32_t>(index.m * Tile::kM),
+                  static_cast<std::int32_t>((index.n * place.abreast + place.tile) * Tile::kN));
+    if (place.slices > 1) producer.Lend();
+    if (walk.last()) break;
+    walk.Next();
+  }
+  device::LetNextGridStart();
+  if (Config::kAbreast > 1) producer.Finish();
 }
 
 // How D is written, found by the host.
@@ -190,11 +302,12 @@ __device__ __forceinline__ void StoreBlock(const GemmParams& params, const Slice
 
 // The block's part of one tile of D.
 template <typename Config>
-__device__ __forceinline__ void StoreSums(const GemmParams& params, const TileIndex& index, const SliceOutput& output,
-                                          std::uint32_t warp, std::uint32_t rows, bool last, SliceSums<Config>& sums) {
+__device__ __forceinline__ void StoreSums(const GemmParams& params, const TileIndex& index, const SlicePlace& place,
+                                          const SliceOutput& output, std::uint32_t warp, std::uint32_t rows, bool last,
+                                          SliceSums<Config>& sums) {
   using Tile = typename Config::Tile;
   const std::int64_t m0 = std::int64_t{index.m} * Tile::kM;
-  const std::int64_t n0 = std::int64_t{index.n} * Tile::kN;
+  const std::int64_t n0 = (std::int64_t{index.n} * place.abreast + place.tile) * Tile::kN;
   std::int64_t batch_offset = 0;
   for (int i = 0; i < kGemmBatchDimsMax; ++i) batch_offset += index.batch[i] * params.d.batch_stride[i];
   sums.Receive(
@@ -206,35 +319,42 @@ __device__ __forceinline__ void StoreSums(const GemmParams& params, const TileIn
       });
 }
 
-// One consumer warpgroup: its part of all tiles of the cluster.
+// One consumer warpgroup: its part of all tiles of the block.
 template <typename Config>
 __device__ __forceinline__ void ConsumeSlices(const GemmParams& params, const TileGrid& grid, const SliceOutput& output,
-                                              const ClusterPlace& cluster, const typename Config::Stages& ring,
-                                              int warp) {
+                                              const SlicePlace& place, const typename Config::Stages& ring,
+                                              UnitWalk& walk, int warp) {
   using Pair = typename Config::Pair;
   using Stages = typename Config::Stages;
   using Tile = typename Config::Tile;
   const std::uint32_t offset = warp / 4 * device::WgmmaFragment::kRows * device::kSwizzleRowBytes;
-  const bool first_lane = threadIdx.x % 32 == 0;
+  // Lane l of each warp tells the block with tile l of those abreast.
+  const std::uint32_t lane = threadIdx.x % 32;
+  const std::uint32_t empty = device::InBlock(ring.Empty(0), place.OfTile(lane < place.abreast ? lane : 0));
   const auto release = [&](int stage) {
-    if (first_lane) device::MbarrierArrive(ring.Empty(stage));
+    if constexpr (Config::kAbreast == 1) {
+      if (lane == 0) device::MbarrierArrive(ring.Empty(stage));
+    } else {
+      if (lane < place.abreast) device::MbarrierArriveInBlock(empty + stage * device::kMbarrierBytes);
+    }
   };
-  const Slice slice = SliceOf(grid.k_tiles, cluster);
-  SliceSums<Config> sums(ring, cluster);
+  const Slice slice = SliceOf(grid.k_tiles, place);
+  SliceSums<Config> sums(ring, place);
   RingPosition<Stages::kStages> at;
-  const std::uint32_t step = gridDim.x / cluster.blocks;
-  for (std::uint32_t tile = blockIdx.x / cluster.blocks; tile < grid.tiles; tile += step) {
+  for (;;) {
     typename Config::Accumulator acc[Config::kAccumulators];
     if constexpr (Config::kInTwoLevels) {
       MultiplyInTwoLevels<Pair, typename Config::B, typename Config::A>(ring, at, offset, slice.count, release, acc);
     } else {
       MultiplyThroughout<Pair, typename Config::B, typename Config::A>(ring, at, offset, slice.count, release, acc);
     }
-    const TileIndex index = TileAt(grid, tile);
+    const TileIndex& index = walk.index();
     const auto rows =
         static_cast<std::uint32_t>(min(params.m - std::int64_t{index.m} * Tile::kM, std::int64_t{Tile::kM}));
-    sums.Send(acc, warp, rows);
-    StoreSums<Config>(params, index, output, warp, rows, /*last=*/tile + step >= grid.tiles, sums);
+    sums.Send(acc, warp, rows, at);
+    StoreSums<Config>(params, index, place, output, warp, rows, walk.last(), sums);
+    if (walk.last()) break;
+    walk.Next();
   }
 }
 
@@ -242,34 +362,37 @@ template <typename Config>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     SliceGemmKernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
                     const __grid_constant__ GemmParams params, const __grid_constant__ TileGrid grid,
-                    const SliceOutput output) {
+                    const SliceOutput output, const std::uint32_t slices) {
   extern __shared__ unsigned char dynamic_shared[];
   const typename Config::Stages ring(dynamic_shared);
-  const ClusterPlace cluster = {.rank = device::ClusterRank(), .blocks = device::ClusterBlocks()};
+  const std::uint32_t blocks = device::ClusterBlocks();
+  const std::uint32_t rank = device::ClusterRank();
+  const SlicePlace place = {
+      .slice = rank & (slices - 1), .slices = slices, .tile = rank / slices, .abreast = blocks / slices};
   // The producer's first copies would wait for the maps; they are the launch's own, so no grid ahead writes them.
   if (threadIdx.x == kConsumers * kWarpgroupThreads && grid.k_tiles > 0) {
     device::PrefetchTensorMap(&a_map);
     device::PrefetchTensorMap(&b_map);
   }
   if (threadIdx.x == 0) {
-    ring.Init(kConsumerWarps);
-    SliceSums<Config>::Init(ring, cluster);
+    ring.Init(kConsumerWarps * place.abreast);
+    SliceSums<Config>::Init(ring, place);
     device::FenceMbarrierInit();
   }
+  UnitWalk walk(grid);
   __syncwarp();
-  // Before a block sends sums, the other must have its barriers.
+  // Before a block copies or sends to another, that one must have its barriers.
   device::ClusterBarrier();
   device::WaitForGridAhead();
   // Read from one lane, so that the compiler sees that a warp has one role.
   const int warp = __shfl_sync(0xFFFFFFFFU, static_cast<int>(threadIdx.x) / 32, 0);
   if (warp < kConsumerWarps) {
     device::RaiseRegisters<kConsumerRegisters>();
-    ConsumeSlices<Config>(params, grid, output, cluster, ring, warp);
+    ConsumeSlices<Config>(params, grid, output, place, ring, walk, warp);
   } else {
     device::LowerRegisters<kProducerRegisters>();
     if (warp == kConsumerWarps && device::ElectOne()) {
-      ProduceSlices<Config>(a_map, b_map, params, grid, cluster, ring);
-      device::LetNextGridStart();
+      ProduceSlices<Config>(a_map, b_map, params, grid, place, ring, walk);
     }
   }
   __syncwarp();  // the producer's warp has gone two ways
@@ -293,7 +416,9 @@ struct SliceGemm {
     if (!GemmIllegal(params, kClass, Tile::kM, Tile::kN).empty()) return cudaErrorInvalidValue;
     // By default all tiles of M of one column after another, so that B is read once.
     const std::uint32_t raster = shape.raster == 0 ? kGridTilesLimit - 1 : static_cast<std::uint32_t>(shape.raster);
-    const TileGrid grid = GridOf(params, Tile::kM, Tile::kN, Tile::kK, raster);
+    const auto slices = static_cast<std::uint32_t>(shape.split);
+    const std::uint32_t abreast = AbreastFor(params, shape.split);
+    const TileGrid grid = GridOf(params, Tile::kM, std::int64_t{abreast} * Tile::kN, Tile::kK, raster);
     if (grid.tiles == 0) return cudaSuccess;
     CUtensorMap a_map = {};
     CUtensorMap b_map = {};
@@ -305,12 +430,27 @@ struct SliceGemm {
       if (error != cudaSuccess) return error;
     }
     const GridShape launch = {.units = grid.tiles,
-                              .cluster = static_cast<std::uint32_t>(shape.split),
+                              .cluster = slices * abreast,
                               .threads = kBlockThreads,
                               .shared_bytes = Config::Stages::kSharedBytes};
     return LaunchPersistent(&SliceGemmKernel<Config>, launch, context.stream, a_map, b_map, params, grid,
-                            SliceOutputOf(kOut, params));
+                            SliceOutputOf(kOut, params), slices);
   }
+
+ private:
+  // As many as a cluster may have, if the problem has them and leaves no more blocks idle so: pairs of tiles may need
+  // another round of clusters.
+  static std::uint32_t AbreastFor(const GemmParams& params, int slices) {
+    if (slices * Config::kAbreast > kClusterLimit || params.n <= Tile::kN) return 1;
+    const auto rounds = [&](int abreast) {
+      const std::int64_t units = CountTiles(params, Tile::kM, std::int64_t{abreast} * Tile::kN);
+      const std::int64_t at_once = ClustersAtOnce(kProcessors, slices * abreast);
+      return (units + at_once - 1) / at_once;
+    };
+    return rounds(Config::kAbreast) <= rounds(1) ? Config::kAbreast : 1;
+  }
+
+  static constexpr int kProcessors = 132;  // of the Hoppers that this is tuned for
 };
 
 }  // namespace tessera::kernels::sm90a

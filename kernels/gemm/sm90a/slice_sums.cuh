@@ -11,18 +11,32 @@
 #include "kernels/device/mbarrier.cuh"
 #include "kernels/device/tma.cuh"
 #include "kernels/device/wgmma.cuh"
+#include "kernels/gemm/sm90a/ring.cuh"
 #include "kernels/gemm/sm90a/wgmma_gemm.cuh"
 
 namespace tessera::kernels::sm90a {
 
+// A block's part of a cluster: one of `slices` of K, a power of two, of one of `abreast` tiles with neighbouring
+// columns of D, which share the rows of A. Blocks of a tile have neighbouring ranks.
+struct SlicePlace {
+  std::uint32_t slice;
+  std::uint32_t slices;
+  std::uint32_t tile;
+  std::uint32_t abreast;
+
+  // The rank of the block with that slice of the same tile, and with the same slice of that tile.
+  __device__ __forceinline__ std::uint32_t OfSlice(std::uint32_t other) const { return tile * slices + other; }
+  __device__ __forceinline__ std::uint32_t OfTile(std::uint32_t other) const { return other * slices + slice; }
+};
+
 // The partial sums of a tile, kTileRows of D by kTileColumns. A strip is the 16 columns of D of which one warp has the
 // sums; of a strip, 8 rows of D are a chunk: a pair of accumulators of a thread's two columns, of all 32 threads. Block
-// r of S adds strips [r kStrips / S, (r + 1) kStrips / S), and receives them as [slice][strip][chunk][thread]. Behind
-// that area lies one for what a block sends, [strip][chunk][thread].
+// r of S adds strips [r kStrips / S, (r + 1) kStrips / S), and receives them as [slice][strip][chunk][thread] in an
+// area behind the ring. What it sends stands as [strip][chunk][thread] in stages of the ring, which the producer lends.
 //
 // In a chunk the 16 bytes of thread l stand at l ^ (l / 16 * 4). Then threads that write theirs are in different banks,
 // and so are threads that read four consecutive columns of two rows each (SliceSums::Add).
-template <int kTileRows, int kTileColumns>
+template <int kTileRows, int kTileColumns, std::uint32_t kStageBytes>
 struct Exchange {
   static constexpr int kStripColumns = 16;
   static constexpr int kStrips = kTileColumns / kStripColumns;
@@ -30,8 +44,10 @@ struct Exchange {
   static constexpr int kChunks = kTileRows / kChunkRows;  // of a strip
   static constexpr std::uint32_t kChunkBytes = kStripColumns * kChunkRows * 4;
   static constexpr std::uint32_t kStripBytes = kChunks * kChunkBytes;
-  static constexpr std::uint32_t kAreaBytes = kStrips * kStripBytes;
-  static constexpr std::uint32_t kBytes = 2 * kAreaBytes;
+  static constexpr std::uint32_t kBytes = kStrips * kStripBytes;  // of all strips of one slice, or of a block's of all
+  static constexpr int kLentStages = kBytes <= kStageBytes ? 1 : 2;
+  static constexpr int kStageStrips = kStrips / kLentStages;
+  static_assert(kStageStrips * kStripBytes <= kStageBytes, "what is sent fits the lent stages");
   static_assert(kStrips == kConsumerWarps && kStrips % kClusterLimit == 0, "every block adds as many strips");
 };
 
@@ -68,57 +84,59 @@ struct SumBlock {
 };
 
 // The consumers' side of the exchange. Two barriers a block: `arrived` counts the bytes that were sent here, and the
-// block's own warps; `read` counts the warps of every block that have added up what they received, after which the next
-// tile may be sent, and what was sent of this one be overwritten. A block of its own, with all of K, needs neither:
+// block's own warps; `read` counts the warps of every block of the tile that have added up what they received, after
+// which the next tile may be sent, and the producers have what they lent back. A block with all of K needs neither:
 // each warp finishes the strip that it has computed.
 template <typename Config>
 class SliceSums {
  public:
   using Accumulator = typename Config::Accumulator;
+  using Stages = typename Config::Stages;
   using Sums = typename Config::Sums;
   using Block = SumBlock<Accumulator>;
 
-  __device__ __forceinline__ SliceSums(const typename Config::Stages& ring, const ClusterPlace& cluster)
-      : area_(ring.Area()),
-        arrived_(ring.Other(0)),
-        read_(ring.Other(1)),
-        cluster_(cluster),
-        strips_(Sums::kStrips / cluster.blocks) {}
+  __device__ __forceinline__ SliceSums(const Stages& ring, const SlicePlace& place)
+      : ring_(ring), place_(place), strips_(Sums::kStrips / place.slices) {}
+
+  static __device__ __forceinline__ std::uint32_t ArrivedBarrier(const Stages& ring) { return ring.Other(0); }
+  static __device__ __forceinline__ std::uint32_t ReadBarrier(const Stages& ring) { return ring.Other(1); }
 
   // One thread, as Ring::Init.
-  static __device__ __forceinline__ void Init(const typename Config::Stages& ring, const ClusterPlace& cluster) {
-    device::MbarrierInit(ring.Other(0), 1 + Sums::kStrips / cluster.blocks);
-    device::MbarrierInit(ring.Other(1), kConsumerWarps * cluster.blocks);
+  static __device__ __forceinline__ void Init(const Stages& ring, const SlicePlace& place) {
+    device::MbarrierInit(ArrivedBarrier(ring), 1 + Sums::kStrips / place.slices);
+    device::MbarrierInit(ReadBarrier(ring), kConsumerWarps * place.slices);
   }
 
-  // The warp's strip of a tile of which `rows` are in D.
+  // The warp's strip of a tile of which `rows` are in D. Takes the lent stages, from `at` on.
   __device__ __forceinline__ void Send(const Accumulator (&acc)[Config::kAccumulators], std::uint32_t warp,
-                                       std::uint32_t rows) const {
+                                       std::uint32_t rows, RingPosition<Stages::kStages>& at) const {
     const std::uint32_t chunks = ChunksOf(rows);
-    if (cluster_.blocks == 1) {
-      Write(acc, area_ + warp * Sums::kStripBytes, chunks);
+    if (place_.slices == 1) {
+      Write(acc, ring_.Area() + warp * Sums::kStripBytes, chunks);
       __syncwarp();
       return;
     }
+    const std::uint32_t arrived = ArrivedBarrier(ring_);
     const bool first_lane = threadIdx.x % 32 == 0;
     if (threadIdx.x == 0) {
-      device::MbarrierArriveExpect(arrived_, (cluster_.blocks - 1) * strips_ * chunks * Sums::kChunkBytes);
+      device::MbarrierArriveExpect(arrived, (place_.slices - 1) * strips_ * chunks * Sums::kChunkBytes);
     }
-    device::MbarrierWait(read_, parity_ ^ 1U);
+    device::MbarrierWait(ReadBarrier(ring_), parity_ ^ 1U);
+    const std::uint32_t source = LentPlace(warp, at);
     const std::uint32_t target = warp / strips_;
-    const std::uint32_t place = area_ + (cluster_.rank * strips_ + warp % strips_) * Sums::kStripBytes;
-    if (target == cluster_.rank) {
+    const std::uint32_t place = ring_.Area() + (place_.slice * strips_ + warp % strips_) * Sums::kStripBytes;
+    if (target == place_.slice) {
       Write(acc, place, chunks);
       __syncwarp();
-      if (first_lane) device::MbarrierArrive(arrived_);
+      if (first_lane) device::MbarrierArrive(arrived);
     } else {
-      const std::uint32_t source = area_ + Sums::kAreaBytes + warp * Sums::kStripBytes;
       Write(acc, source, chunks);
       device::FenceAsyncProxy();
       __syncwarp();
       if (first_lane) {
-        device::CopyToBlock(device::InBlock(place, target), source, chunks * Sums::kChunkBytes,
-                            device::InBlock(arrived_, target));
+        const std::uint32_t rank = place_.OfSlice(target);
+        device::CopyToBlock(device::InBlock(place, rank), source, chunks * Sums::kChunkBytes,
+                            device::InBlock(arrived, rank));
       }
     }
   }
@@ -131,20 +149,20 @@ class SliceSums {
                                           const Finish& finish) {
     // As many warps as slices share a strip, eight threads a chunk. With one slice that strip is the warp's own.
     const std::uint32_t lane = threadIdx.x % 32;
-    const std::uint32_t strip = warp / cluster_.blocks;
-    const std::uint32_t column = (cluster_.rank * strips_ + strip) * Sums::kStripColumns + lane % 8 / 4 * 4;
+    const std::uint32_t strip = warp / place_.slices;
+    const std::uint32_t column = (place_.slice * strips_ + strip) * Sums::kStripColumns + lane % 8 / 4 * 4;
     const std::uint32_t chunks = ChunksOf(rows);
-    for (std::uint32_t chunk = warp % cluster_.blocks * 4 + lane / 8; chunk < chunks; chunk += 4 * cluster_.blocks) {
+    for (std::uint32_t chunk = warp % place_.slices * 4 + lane / 8; chunk < chunks; chunk += 4 * place_.slices) {
       const std::uint32_t row = chunk * Sums::kChunkRows + lane % 4 * 2;
       const auto prepared = prepare(row, column);
-      if (cluster_.blocks > 1) device::MbarrierWait(arrived_, parity_);
-      finish(prepared, row, column, Add(area_ + strip * Sums::kStripBytes + chunk * Sums::kChunkBytes));
+      if (place_.slices > 1) device::MbarrierWait(ArrivedBarrier(ring_), parity_);
+      finish(prepared, row, column, Add(ring_.Area() + strip * Sums::kStripBytes + chunk * Sums::kChunkBytes));
     }
-    if (cluster_.blocks > 1) device::MbarrierWait(arrived_, parity_);  // by warps without a chunk, too
+    if (place_.slices > 1) device::MbarrierWait(ArrivedBarrier(ring_), parity_);  // by warps without a chunk, too
     __syncwarp();
     // Nobody waits for the last ones, which might come when their block has gone.
-    if (cluster_.blocks > 1 && !last && lane < cluster_.blocks) {
-      device::MbarrierArriveInBlock(device::InBlock(read_, lane));
+    if (place_.slices > 1 && !last && lane < place_.slices) {
+      device::MbarrierArriveInBlock(device::InBlock(ReadBarrier(ring_), place_.OfSlice(lane)));
     }
     parity_ ^= 1U;
   }
@@ -152,6 +170,20 @@ class SliceSums {
  private:
   static __device__ __forceinline__ std::uint32_t ChunksOf(std::uint32_t rows) {
     return (rows + Sums::kChunkRows - 1) / Sums::kChunkRows;
+  }
+
+  // Where the warp's strip stands in the lent stages, once they are there.
+  __device__ __forceinline__ std::uint32_t LentPlace(std::uint32_t warp, RingPosition<Stages::kStages>& at) const {
+    std::uint32_t place = 0;
+#pragma unroll
+    for (int i = 0; i < Sums::kLentStages; ++i) {
+      if (warp / Sums::kStageStrips == static_cast<std::uint32_t>(i)) {
+        device::MbarrierWait(ring_.Full(at.stage), at.parity);
+        place = ring_.A(at.stage) + warp % Sums::kStageStrips * Sums::kStripBytes;
+      }
+      at.Advance();
+    }
+    return place;
   }
 
   static __device__ __forceinline__ void Write(const Accumulator (&acc)[Config::kAccumulators], std::uint32_t strip,
@@ -181,7 +213,7 @@ class SliceSums {
 #pragma unroll
       for (int i = 0; i < 4; ++i) block.sum[j][i] = SumOf<Accumulator>(sums.word[i]);
     }
-    for (std::uint32_t slice = 1; slice < cluster_.blocks; ++slice) {
+    for (std::uint32_t slice = 1; slice < place_.slices; ++slice) {
 #pragma unroll
       for (int j = 0; j < Block::kColumns; ++j) {
         const device::SharedVector sums = device::LoadSharedVector((first ^ j * 64U) + slice * slice_bytes);
@@ -192,10 +224,8 @@ class SliceSums {
     return block;
   }
 
-  std::uint32_t area_;
-  std::uint32_t arrived_;
-  std::uint32_t read_;
-  ClusterPlace cluster_;
+  Stages ring_;
+  SlicePlace place_;
   std::uint32_t strips_;      // of a block
   std::uint32_t parity_ = 0;  // of this tile's phase of `arrived`
 };
