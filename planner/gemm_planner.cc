@@ -1,9 +1,12 @@
 #include "planner/gemm_planner.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <limits>
 #include <optional>
+#include <span>
 #include <string_view>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "common/text.h"
@@ -16,8 +19,15 @@ using kernels::GemmVariant;
 
 constexpr std::int64_t kOpen = std::numeric_limits<std::int64_t>::max();
 
-// A band of problems and the recipe that takes it: m <= m_max, n <= n_max, k_min < k <= k_max, and tiles for every
-// processor where `fills` says so. First match wins.
+// What a band asks beside extents.
+enum class When : std::uint8_t {
+  kAlways,
+  kPartial,    // fewer tiles than three in four processors: the others would idle
+  kLeastTime,  // no other recipe of whole tiles of the same tree takes less time
+};
+
+// A band of problems and the recipe that takes it: m <= m_max, n <= n_max, k_min < k <= k_max and `when`. First match
+// wins.
 struct DegradedBand {
   Backend backend;
   std::int64_t m_max;
@@ -25,21 +35,34 @@ struct DegradedBand {
   std::int64_t k_min;
   std::int64_t k_max;
   std::string_view recipe;
-  bool fills = false;
+  When when = When::kAlways;
 };
 
 // CPU bands. Packing a panel costs more than 16 x 16 x 64 products; one or two tiles of a long K leave threads idle
 // unless K is split; everything else is whole tiles.
-// CUDA bands. The Hopper tree first, where it can address the operands: its large tile if there is one for every SM,
-// else one of half the size (docs/perf/log.md). Of the portable tiles, the small one where a tall one would be mostly
-// empty.
+// CUDA bands. The Hopper tree first, where it can address the operands. To 64 rows reading B is what takes time: the
+// least tile that has all rows, in slices of K. Then slices wherever whole tiles would leave processors idle, and else
+// the wide tile unless its last round is too empty. Of the portable tiles, the small one where a tall one would be
+// mostly empty.
 constexpr DegradedBand kDegradedBands[] = {
     {Backend::kCpu, 16, 16, -1, 64, "reference"},
     {Backend::kCpu, 96, 96, 1024, kOpen, "splitk_48x48x512"},
     {Backend::kCpu, kOpen, kOpen, -1, kOpen, "blocked_96x96x256"},
     {Backend::kCpu, kOpen, kOpen, -1, kOpen, "reference"},
-    {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x256x64_s4", /*fills=*/true},
-    {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x128x64_s6"},
+    {Backend::kCuda, 16, kOpen, -1, kOpen, "slices_16x128x64_s12"},
+    {Backend::kCuda, 16, kOpen, -1, kOpen, "slices_16x128x128_s12"},
+    {Backend::kCuda, 32, kOpen, -1, kOpen, "slices_32x128x64_s10"},
+    {Backend::kCuda, 32, kOpen, -1, kOpen, "slices_32x128x128_s10"},
+    {Backend::kCuda, 64, kOpen, -1, kOpen, "slices_64x128x64_s8"},
+    {Backend::kCuda, 64, kOpen, -1, kOpen, "slices_64x128x128_s8"},
+    {Backend::kCuda, kOpen, kOpen, 511, kOpen, "slices_128x128x64_s5", When::kPartial},
+    {Backend::kCuda, kOpen, kOpen, 1023, kOpen, "slices_128x128x128_s5", When::kPartial},
+    {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x256x64_s4", When::kLeastTime},
+    {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x256x128_s4", When::kLeastTime},
+    {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x160x64_s5", When::kLeastTime},
+    {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x160x128_s5", When::kLeastTime},
+    {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x128x64_s6", When::kLeastTime},
+    {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x128x128_s6", When::kLeastTime},
     {Backend::kCuda, 64, kOpen, -1, kOpen, "64x64x64_s4"},
     {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x128x32_s4"},
     {Backend::kVendor, kOpen, kOpen, -1, kOpen, "cublaslt"},
@@ -59,27 +82,82 @@ std::int64_t CeilDiv(std::int64_t value, std::int64_t by) {
   return value / by + (value % by != 0 ? 1 : 0);
 }
 
-// Whether there is a tile for every processor. Counts no further than it must: the product of all may be too large.
-bool Fills(const GemmVariant& variant, const GemmProblem& problem, const DeviceFacts& facts) {
+// Tiles of m x n outputs in the whole problem, or kManyTiles if there are that many or more: more than any launch has,
+// and few enough to reckon with.
+constexpr std::int64_t kManyTiles = std::int64_t{1} << 50;
+
+std::int64_t CountTiles(const GemmProblem& problem, std::int64_t m, std::int64_t n) {
   std::int64_t tiles = 1;
-  for (const std::int64_t factor :
-       {CeilDiv(problem.m, variant.tile.m), CeilDiv(problem.n, variant.tile.n), problem.batch}) {
-    if (factor == 0) return false;
-    if (tiles >= facts.processors || factor >= facts.processors) {
-      tiles = facts.processors;
-    } else {
-      tiles *= factor;
-    }
+  for (const std::int64_t factor : {CeilDiv(problem.m, m), CeilDiv(problem.n, n), problem.batch}) {
+    if (factor == 0) return 0;
+    if (__builtin_mul_overflow(tiles, factor, &tiles)) tiles = kManyTiles;
+    tiles = std::min(tiles, kManyTiles);
   }
-  return tiles >= facts.processors;
+  return tiles;
+}
+
+// In columns of one tile: a round takes as long as its tile is wide, and the reads of A besides, which are worth
+// kReadColumns.
+std::int64_t WholeTileTime(const GemmVariant& variant, const GemmProblem& problem, const DeviceFacts& facts) {
+  constexpr std::int64_t kReadColumns = 28;
+  const std::int64_t tiles = CountTiles(problem, variant.tile.m, variant.tile.n);
+  return CeilDiv(tiles, std::max(1, facts.processors)) * (variant.tile.n + kReadColumns);
 }
 
 bool CanRun(const GemmVariant& variant, const GemmProblem& problem, const DeviceFacts& facts) {
   return facts.archs.Has(variant.info.arch) && problem.addressable.Has(variant.info.arch);
 }
 
+bool IsWholeTiles(const GemmVariant& variant) {
+  return variant.info.arch == kernels::Arch::kSm90a && variant.info.workspace == kernels::WorkspaceRule::kNone;
+}
+
+// `others`: the variants of the problem's class.
+bool Holds(When when, const GemmVariant& variant, std::span<const GemmVariant> catalogue,
+           const std::vector<std::size_t>& others, const GemmProblem& problem, const DeviceFacts& facts) {
+  switch (when) {
+    case When::kAlways:
+      return true;
+    case When::kPartial:
+      return 4 * CountTiles(problem, variant.tile.m, variant.tile.n) < 3 * std::max(1, facts.processors);
+    case When::kLeastTime: {
+      const std::int64_t time = WholeTileTime(variant, problem, facts);
+      return std::none_of(others.begin(), others.end(), [&](std::size_t other) {
+        return IsWholeTiles(catalogue[other]) && WholeTileTime(catalogue[other], problem, facts) < time;
+      });
+    }
+  }
+  return false;
+}
+
+// Slices for the blocks of a cluster. A round of all processors reads at the speed of memory; the last one does as long
+// as kSaturating of them are at work. The time is in slices of one processor's share of that speed; the least wins, of
+// equals the fewest slices. A slice is no shorter than what fills the pipeline once.
+int ClusterSplitFor(const GemmVariant& variant, const GemmProblem& problem, const DeviceFacts& facts) {
+  constexpr std::int64_t kLeastSteps = 4;
+  const std::int64_t processors = std::max(1, facts.processors);
+  const std::int64_t saturating = CeilDiv(3 * processors, 4);
+  const std::int64_t tiles = CountTiles(problem, variant.tile.m, variant.tile.n);
+  const std::int64_t steps = CeilDiv(problem.k, variant.tile.k);
+  int best = 1;
+  std::int64_t best_time = std::numeric_limits<std::int64_t>::max();
+  for (int split = 1; split <= kernels::kClusterLimit; split *= 2) {
+    if (split > 1 && steps < kLeastSteps * split) break;
+    const std::int64_t at_once = kernels::ClustersAtOnce(static_cast<int>(processors), split);
+    const std::int64_t rest = tiles % at_once * split;
+    const std::int64_t last = rest == 0 ? 0 : std::max(rest, saturating);
+    const std::int64_t time = (tiles / at_once * at_once * split + last) * (kernels::kClusterLimit / split);
+    if (time < best_time) {
+      best = split;
+      best_time = time;
+    }
+  }
+  return best;
+}
+
 // Enough slices to give each processor two, none shorter than one K block of the tile.
 int SplitFor(const GemmVariant& variant, const GemmProblem& problem, const DeviceFacts& facts) {
+  if (variant.info.workspace == kernels::WorkspaceRule::kCluster) return ClusterSplitFor(variant, problem, facts);
   if (variant.info.workspace != kernels::WorkspaceRule::kSplitPartials) return 1;
   const std::int64_t blocks = CeilDiv(problem.k, variant.tile.k);
   return static_cast<int>(std::clamp<std::int64_t>(blocks, 1, 2 * std::max(1, facts.processors)));
@@ -109,7 +187,7 @@ absl::StatusOr<Plan> GemmPlanner::Decide(const GemmProblem& problem, const Devic
     for (const std::size_t index : *variants) {
       const GemmVariant& variant = catalogue_[index];
       if (variant.info.recipe != band.recipe || !CanRun(variant, problem, facts)) continue;
-      if (band.fills && !Fills(variant, problem, facts)) continue;
+      if (!Holds(band.when, variant, catalogue_, *variants, problem, facts)) continue;
       const int split = SplitFor(variant, problem, facts);
       const auto workspace = kernels::GemmWorkspaceBytes(variant, problem.batch, problem.m, problem.n, split);
       if (!workspace.has_value() || *workspace > facts.workspace_bytes_max) continue;

@@ -52,7 +52,8 @@ std::optional<std::size_t> FindGemmVariant(std::string_view id) {
 
 std::optional<std::int64_t> GemmWorkspaceBytes(const GemmVariant& variant, std::int64_t batch, std::int64_t m,
                                                std::int64_t n, int split) {
-  if (variant.info.workspace == WorkspaceRule::kNone || batch == 0 || m == 0 || n == 0) return 0;
+  if (batch == 0 || m == 0 || n == 0) return 0;
+  if (variant.info.workspace == WorkspaceRule::kNone || variant.info.workspace == WorkspaceRule::kCluster) return 0;
   if (variant.info.workspace == WorkspaceRule::kLibrary) return kLibraryWorkspaceBytes;
   std::int64_t bytes = static_cast<std::int64_t>(GemmAccumulatorBytes(variant.gemm_class));
   for (const std::int64_t factor : {batch, m, n, static_cast<std::int64_t>(split)}) {

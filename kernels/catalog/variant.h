@@ -55,8 +55,30 @@ class ArchSet {
 enum class WorkspaceRule : std::uint8_t {
   kNone,
   kSplitPartials,  // split x batch x M x N accumulators
+  kCluster,        // none: the slices of K meet in the shared memory of a cluster of blocks
   kLibrary,        // kLibraryWorkspaceBytes, whatever the problem
 };
+
+// Whether a launch may cut K into slices.
+constexpr bool TakesSplit(WorkspaceRule rule) {
+  return rule == WorkspaceRule::kSplitPartials || rule == WorkspaceRule::kCluster;
+}
+
+inline constexpr int kClusterLimit = 8;  // blocks; more are not portable
+
+// Slices of K that the blocks of a cluster share: powers of two, so that the columns of a tile fall evenly to them.
+constexpr bool LegalClusterSplit(int split) {
+  return split == 1 || split == 2 || split == 4 || split == kClusterLimit;
+}
+
+// Clusters of that many blocks that run at once. The multiprocessors of a Hopper come in pairs and, of those that are
+// on, in at least 16 a cluster's reach.
+constexpr int ClustersAtOnce(int processors, int blocks) {
+  constexpr int kReach = 16;
+  if (blocks <= 2) return processors / blocks > 0 ? processors / blocks : 1;
+  const int clusters = processors / kReach * (kReach / blocks);
+  return clusters > 0 ? clusters : 1;
+}
 
 // What a vendor library may use. cuBLASLt's own advice for Hopper.
 inline constexpr std::int64_t kLibraryWorkspaceBytes = std::int64_t{32} << 20;

@@ -22,4 +22,13 @@ __device__ __forceinline__ void LoadMatrixX4Transposed(std::uint32_t (&fragment)
                : "memory");
 }
 
+// The way back, needs sm_90: four 8 x 8 matrices of 16-bit elements from registers to shared memory. Thread l gives the
+// address of row l % 8 of matrix l / 8, 16 bytes, and has in word i the two elements of matrix i at row l / 4, columns
+// 2 (l % 4) and the next.
+__device__ __forceinline__ void StoreMatrices(std::uint32_t address, const std::uint32_t (&word)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(word[0]),
+               "r"(word[1]), "r"(word[2]), "r"(word[3])
+               : "memory");
+}
+
 }  // namespace tessera::kernels::device

@@ -17,6 +17,27 @@ __device__ __forceinline__ std::uint32_t SharedAddress(const void* pointer) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// Four words at an address that is a multiple of 16. Eight threads in a row, of each quarter of a warp, are served at
+// once if their words lie in different banks.
+struct alignas(16) SharedVector {
+  std::uint32_t word[4];
+};
+
+__device__ __forceinline__ SharedVector LoadSharedVector(std::uint32_t address) {
+  SharedVector value;
+  asm volatile("ld.shared::cta.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.word[0]), "=r"(value.word[1]), "=r"(value.word[2]), "=r"(value.word[3])
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void StoreSharedVector(std::uint32_t address, const SharedVector& value) {
+  asm volatile("st.shared::cta.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.word[0]), "r"(value.word[1]),
+               "r"(value.word[2]), "r"(value.word[3])
+               : "memory");
+}
+
 // `arrivals` a phase. One thread initialises; FenceMbarrierInit and a block barrier come before any use.
 __device__ __forceinline__ void MbarrierInit(std::uint32_t barrier, std::uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -57,6 +78,12 @@ __device__ __forceinline__ bool MbarrierTryWait(std::uint32_t barrier, std::uint
 __device__ __forceinline__ void MbarrierWait(std::uint32_t barrier, std::uint32_t parity) {
   while (!MbarrierTryWait(barrier, parity)) {
   }
+}
+
+// A barrier of 128 threads of the block, all of whole warps, by one of the 16 that the hardware has; 0 is
+// __syncthreads.
+__device__ __forceinline__ void BarrierOf128(int number) {
+  asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory");
 }
 
 }  // namespace tessera::kernels::device

@@ -45,4 +45,43 @@ __device__ __forceinline__ void TmaLoad(std::uint32_t destination, const CUtenso
       : "memory");
 }
 
+// The same box into every block of the cluster whose bit `blocks` has, each at the same address of its own shared
+// memory and counted by the barrier at the same address there.
+__device__ __forceinline__ void TmaLoadMulticast(std::uint32_t destination, const CUtensorMap* map,
+                                                 std::uint32_t barrier, const TensorCoordinates& box,
+                                                 std::uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+      "{%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(destination),
+      "l"(reinterpret_cast<std::uint64_t>(map)), "r"(barrier), "r"(box.at[0]), "r"(box.at[1]), "r"(box.at[2]),
+      "r"(box.at[3]), "r"(box.at[4]), "h"(blocks)
+      : "memory");
+}
+
+// Shared memory at `source` -> box of a map, of which what lies outside the tensor is not written; one bulk group.
+// Ordinary writes to `source` need FenceAsyncProxy by their threads and a barrier before.
+__device__ __forceinline__ void TmaStore(const CUtensorMap* map, std::uint32_t source, const TensorCoordinates& box) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(
+                   reinterpret_cast<std::uint64_t>(map)),
+               "r"(source), "r"(box.at[0]), "r"(box.at[1]), "r"(box.at[2]), "r"(box.at[3]), "r"(box.at[4])
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Until no more than kPending of this thread's stores still read shared memory.
+template <int kPending>
+__device__ __forceinline__ void WaitStoresRead() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// Until all of this thread's stores are done.
+__device__ __forceinline__ void WaitStoresDone() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// Ordinary writes of this thread to shared memory come before what the copy engine does after a barrier.
+__device__ __forceinline__ void FenceAsyncProxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 }  // namespace tessera::kernels::device

@@ -4,7 +4,8 @@
 //
 // Order of use, by all 128 threads of the warpgroup:
 //   WgmmaFence             after ordinary code touched the accumulators and before the first product that adds to them
-//   Multiply, Multiply ..  each D[64, kN] (+)= A[64, 16] * B[kN, 16]^T; they run in order
+//   Wgmma<kN>::Multiply  (kernels/device/wgmma_product.cuh), each D[64, kN] (+)= A[64, K] * B[kN, K]^T; they run in
+//                          order
 //   WgmmaCommit            makes them one group
 //   WgmmaWait<kPending>    until no more than that many groups run; only then are their operands free to be
 //   overwritten,
@@ -36,6 +37,21 @@ __device__ __forceinline__ std::uint64_t SwizzledOperand(std::uint32_t shared_ad
   return kFixed | (shared_address & 0x3FFFFU) >> 4U;
 }
 
+// The same for an operand of 16-bit elements that is contiguous along M or N: rows of 64 elements, one a step of K, in
+// atoms of 8 steps. Here bits 32..45 are the offset between atoms along K, 1024 bytes, and bits 16..29 the offset
+// between atoms along M or N: a panel of `steps` of K, as one copy leaves it. A step along K is a step over whole
+// atoms.
+inline constexpr std::uint32_t kPanelElements = 64;
+
+template <std::uint32_t kSteps>
+__device__ __forceinline__ std::uint64_t SwizzledPanels(std::uint32_t shared_address) {
+  constexpr std::uint64_t kPanelBytes = kSteps * kSwizzleRowBytes;
+  static_assert(kPanelBytes % kSwizzleAtomBytes == 0, "whole atoms");
+  constexpr std::uint64_t kFixed =
+      std::uint64_t{1} << 62U | std::uint64_t{kSwizzleAtomBytes >> 4U} << 32U | (kPanelBytes >> 4U) << 16U;
+  return kFixed | (shared_address & 0x3FFFFU) >> 4U;
+}
+
 // `bytes`, a multiple of 16, further on. The address has 18 bits and shared memory fewer, so nothing carries over.
 __device__ __forceinline__ std::uint64_t AdvanceOperand(std::uint64_t operand, std::uint32_t bytes) {
   return operand + (bytes >> 4U);
@@ -59,6 +75,11 @@ template <int kCount>
 __device__ __forceinline__ void PinAccumulators(float (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+template <int kCount>
+__device__ __forceinline__ void PinAccumulators(std::int32_t (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
 
 // Registers a thread may use from here on, a multiple of 8. All warps of the warpgroup; takes effect only in a kernel
@@ -85,75 +106,6 @@ struct WgmmaFragment {
   static __device__ __forceinline__ int FirstColumn(int thread) { return thread % 4 * 2; }
   // The accumulator of row FirstRow + kRowStep * row, column FirstColumn + kColumnStep * pair + column.
   static constexpr int Index(int row, int pair, int column) { return pair * 4 + row * 2 + column; }
-};
-
-// bf16 x bf16 -> float32. `accumulate` false: D = A B^T, whatever D held.
-template <int kN>
-struct WgmmaBf16;
-
-template <>
-struct WgmmaBf16<128> {
-  static __device__ __forceinline__ void Multiply(float (&d)[64], std::uint64_t a, std::uint64_t b, bool accumulate) {
-    asm volatile(
-        "{\n"
-        ".reg .pred add;\n"
-        "setp.ne.b32 add, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-        "}, %64, %65, add, 1, 1, 0, 0;\n"
-        "}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-          "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-          "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),
-          "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),
-          "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
-          "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
-          "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-        : "l"(a), "l"(b), "r"(static_cast<std::int32_t>(accumulate)));
-  }
-};
-
-template <>
-struct WgmmaBf16<256> {
-  static __device__ __forceinline__ void Multiply(float (&d)[128], std::uint64_t a, std::uint64_t b, bool accumulate) {
-    asm volatile(
-        "{\n"
-        ".reg .pred add;\n"
-        "setp.ne.b32 add, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-        "}, %128, %129, add, 1, 1, 0, 0;\n"
-        "}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-          "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-          "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]),
-          "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),
-          "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]),
-          "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]),
-          "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]), "+f"(d[64]),
-          "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]), "+f"(d[72]),
-          "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]), "+f"(d[80]),
-          "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]),
-          "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95]), "+f"(d[96]),
-          "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), "+f"(d[104]),
-          "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
-          "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]),
-          "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]),
-          "+f"(d[126]), "+f"(d[127])
-        : "l"(a), "l"(b), "r"(static_cast<std::int32_t>(accumulate)));
-  }
 };
 
 }  // namespace tessera::kernels::device

@@ -7,15 +7,14 @@ namespace tessera::kernels {
 namespace {
 
 // The smallest tile of a Hopper variant: fewer tiles than with it are legal for all.
-constexpr std::int64_t kLeastTile = 64;
+constexpr std::int64_t kLeastTileM = 16;
+constexpr std::int64_t kLeastTileN = 128;
 
 }  // namespace
 
 ArchSet AddressableBy(const GemmClass& gemm_class, const GemmParams& params) {
   ArchSet archs = {Arch::kCpu, Arch::kSm80, Arch::kSm89};
-  if (sm90a::GemmIllegal(params, DTypeBytes(gemm_class.a), DTypeBytes(gemm_class.b), kLeastTile, kLeastTile).empty()) {
-    archs.Add(Arch::kSm90a);
-  }
+  if (sm90a::GemmIllegal(params, gemm_class, kLeastTileM, kLeastTileN).empty()) archs.Add(Arch::kSm90a);
   if (VendorIllegal(params, gemm_class).empty()) archs.Add(Arch::kVendor);
   return archs;
 }

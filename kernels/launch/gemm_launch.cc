@@ -49,7 +49,7 @@ bool HasWork(const GemmParams& params) {
 bool ShapeFits(const GemmVariant& variant, const GemmParams& params, const LaunchShape& shape,
                const LaunchContext& context) {
   if (shape.split < 1) return false;
-  if (variant.info.workspace != WorkspaceRule::kSplitPartials && shape.split != 1) return false;
+  if (!TakesSplit(variant.info.workspace) && shape.split != 1) return false;
   std::int64_t batch = 1;
   for (const std::int64_t extent : params.batch_shape) batch *= extent;
   const auto needed = GemmWorkspaceBytes(variant, batch, params.m, params.n, shape.split);

@@ -47,18 +47,30 @@ planner::GemmProblem BenchGemm::Problem() const {
           .k = shape_.k};
 }
 
-absl::StatusOr<planner::Plan> PlanOf(const BenchGemm& gemm, const planner::DeviceFacts& facts) {
-  planner::GemmProblem problem = gemm.Problem();
-  problem.addressable = kernels::AddressableBy(problem.gemm_class, gemm.params());
+absl::StatusOr<planner::Plan> PlanOf(const kernels::GemmClass& gemm_class, const kernels::GemmParams& params,
+                                     const planner::DeviceFacts& facts) {
+  const planner::GemmProblem problem = {.gemm_class = gemm_class,
+                                        .m = params.m,
+                                        .n = params.n,
+                                        .k = params.k,
+                                        .addressable = kernels::AddressableBy(gemm_class, params)};
   return planner::GemmPlanner(kernels::GemmVariants()).Decide(problem, facts);
+}
+
+absl::StatusOr<planner::Plan> PlanOf(const BenchGemm& gemm, const planner::DeviceFacts& facts) {
+  return PlanOf(gemm.Problem().gemm_class, gemm.params(), facts);
+}
+
+absl::Status Launch(const kernels::GemmParams& params, const planner::Plan& plan, const kernels::Workspace& workspace,
+                    cudaStream_t stream) {
+  const kernels::LaunchError error = kernels::LaunchGemm(
+      plan.variant, params, {.split = plan.split, .raster = plan.raster}, {.stream = stream, .workspace = workspace});
+  return ToStatus(static_cast<cudaError_t>(error), "LaunchGemm");
 }
 
 absl::Status Launch(const BenchGemm& gemm, const planner::Plan& plan, const kernels::Workspace& workspace,
                     cudaStream_t stream) {
-  const kernels::LaunchError error =
-      kernels::LaunchGemm(plan.variant, gemm.params(), {.split = plan.split, .raster = plan.raster},
-                          {.stream = stream, .workspace = workspace});
-  return ToStatus(static_cast<cudaError_t>(error), "LaunchGemm");
+  return Launch(gemm.params(), plan, workspace, stream);
 }
 
 absl::StatusOr<BenchStream> BenchStream::Make(std::size_t bytes) {
@@ -85,19 +97,23 @@ absl::Status BenchStream::Wait() const {
 
 absl::StatusOr<Graph> Graph::Record(const std::vector<BenchGemm>& gemms, const planner::Plan& plan, int rounds,
                                     const BenchStream& stream) {
-  Graph graph;
-  // Once outside: what the first launch sets up cannot be recorded.
-  for (const BenchGemm& gemm : gemms) RETURN_IF_ERROR(Launch(gemm, plan, stream.workspace(), stream.get()));
+  const int sets = static_cast<int>(gemms.size());
+  const auto launch = [&](int i) {
+    return Launch(gemms[static_cast<std::size_t>(i % sets)], plan, stream.workspace(), stream.get());
+  };
+  for (int i = 0; i < sets; ++i) RETURN_IF_ERROR(launch(i));
   RETURN_IF_ERROR(stream.Wait());
+  return Record(launch, rounds * sets, stream);
+}
+
+absl::StatusOr<Graph> Graph::Record(const std::function<absl::Status(int)>& launch, int launches,
+                                    const BenchStream& stream) {
+  Graph graph;
+  graph.launches_ = launches;
   RETURN_IF_ERROR(
       ToStatus(cudaStreamBeginCapture(stream.get(), cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture"));
   absl::Status launched;
-  for (int round = 0; round < rounds && launched.ok(); ++round) {
-    for (const BenchGemm& gemm : gemms) {
-      if (launched.ok()) launched = Launch(gemm, plan, stream.workspace(), stream.get());
-      ++graph.launches_;
-    }
-  }
+  for (int i = 0; i < launches && launched.ok(); ++i) launched = launch(i);
   const absl::Status ended = ToStatus(cudaStreamEndCapture(stream.get(), &graph.graph_), "cudaStreamEndCapture");
   RETURN_IF_ERROR(launched);
   RETURN_IF_ERROR(ended);

@@ -5,11 +5,13 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "kernels/catalog/gemm_class.h"
 #include "kernels/gemm/gemm_params.h"
 #include "kernels/launch/launch.h"
 #include "planner/gemm_planner.h"
@@ -43,9 +45,13 @@ class BenchGemm {
 };
 
 // What `facts` plans for the product.
+absl::StatusOr<planner::Plan> PlanOf(const kernels::GemmClass& gemm_class, const kernels::GemmParams& params,
+                                     const planner::DeviceFacts& facts);
 absl::StatusOr<planner::Plan> PlanOf(const BenchGemm& gemm, const planner::DeviceFacts& facts);
 
 // LaunchGemm as planned, with the caller's workspace.
+absl::Status Launch(const kernels::GemmParams& params, const planner::Plan& plan, const kernels::Workspace& workspace,
+                    cudaStream_t stream);
 absl::Status Launch(const BenchGemm& gemm, const planner::Plan& plan, const kernels::Workspace& workspace,
                     cudaStream_t stream);
 
@@ -73,6 +79,10 @@ class Graph {
  public:
   // One launch for each of `gemms`, `rounds` times.
   static absl::StatusOr<Graph> Record(const std::vector<BenchGemm>& gemms, const planner::Plan& plan, int rounds,
+                                      const BenchStream& stream);
+  // `launches` calls of `launch`, which is given their numbers and enqueues on `stream`. What a first launch sets up
+  // cannot be recorded: there has been one before.
+  static absl::StatusOr<Graph> Record(const std::function<absl::Status(int)>& launch, int launches,
                                       const BenchStream& stream);
   Graph(Graph&& other) noexcept;
   Graph& operator=(Graph&&) = delete;

@@ -106,8 +106,10 @@ void SelectVariants(const Options& options, const Gpu& gpu, Report& report) {
 
 // Splits of K to launch with; more than there are tiles of K may be refused.
 std::vector<int> SplitsFor(const GemmVariant& variant, const GpuCase& problem) {
-  if (variant.info.workspace != kernels::WorkspaceRule::kSplitPartials) return {1};
+  if (!kernels::TakesSplit(variant.info.workspace)) return {1};
   if (problem.Products() > std::int64_t{1} << 28) return {1, 4};
+  // A cluster shares a tile's columns evenly.
+  if (variant.info.workspace == kernels::WorkspaceRule::kCluster) return {1, 2, 4, 8};
   return {1, 2, 3, 7};
 }
 
@@ -259,6 +261,12 @@ class Conformance {
         }
       }
     }
+  }
+
+  // A sum that is no number has no loss.
+  static bool SameLoss(double host, double naive, const oracle::GemmTruth& truth, std::size_t index) {
+    return !std::isfinite(truth.sum_magnitude[index]) ||
+           std::fabs(host - naive) <= kNaiveTolerance * (host + truth.magnitude[index]);
   }
 
   void CompareTruths(const std::string& name, const oracle::GemmTruth& host, const oracle::GemmTruth& naive) {

@@ -36,7 +36,7 @@ class Controls {
         position_(position),
         index_(report.variants()[position].index),
         out_(report.variants()[position].variant().gemm_class.out),
-        shape_{.split = Variant().info.workspace == kernels::WorkspaceRule::kSplitPartials ? 2 : 1} {}
+        shape_{.split = kernels::TakesSplit(Variant().info.workspace) ? 2 : 1} {}
 
   const kernels::GemmVariant& Variant() const { return kernels::GemmVariants()[index_]; }
 
@@ -101,7 +101,7 @@ class Controls {
 };
 
 std::vector<LaunchDamage> LaunchDamages(const kernels::GemmVariant& variant, const DeviceBytes& bias) {
-  const bool short_sums = AccumulatorError(variant.gemm_class, 1) > 0;
+  const bool short_sums = AccumulatorOf(variant.gemm_class) != oracle::Accumulator::kFloat32;
   const float factor = short_sums ? kShortScaleFactor : kScaleFactor;
   const int k_tile = std::max(variant.tile.k, 16);
   return {

@@ -61,6 +61,51 @@ void AddAlignedCases(std::vector<GpuCase>& cases) {
   cases.push_back(Shape("very large K", 17, 24, 20'000));
 }
 
+// Where the Hopper tiles end: 16, 32, 64, 128 and 256 of M and N, 64 and 128 of K, a cluster's pairs of tiles, and
+// slices of K of which some are empty.
+void AddTileEdgeCases(std::vector<GpuCase>& cases) {
+  const std::array<std::int64_t, 8> rows = {15, 16, 17, 31, 33, 64, 65, 127};
+  const std::array<std::int64_t, 8> columns = {127, 128, 129, 255, 256, 257, 16, 385};
+  const std::array<std::int64_t, 8> depths = {63, 64, 65, 127, 129, 448, 513, 1000};
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    cases.push_back(Shape("tile edge " + std::to_string(i), rows[i], columns[i], depths[i]));
+    cases.back().bias = i % 2 == 0 ? BiasMode::kF32 : BiasMode::kNone;
+    cases.back().vector_scales = i % 3 != 0;
+  }
+  cases.push_back(Shape("few rows, many columns", 5, 17'000, 136));
+  cases.back().raster = true;
+  cases.push_back(Shape("few rows, more tiles than clusters, long K", 33, 9000, 1100));
+  cases.push_back(Shape("pairs of tiles, the last one alone", 2100, 520, 136));
+  cases.back().raster = true;
+  cases.push_back(Shape("two tiles, the second of one row", 129, 300, 520));
+  cases.push_back(Shape("columns around 160", 300, 159, 136));
+  cases.push_back(Shape("columns around twice 160", 256, 321, 200));
+  cases.push_back(Shape("many tiles of 160 columns a block", 2048, 5200, 264));
+  cases.push_back(Shape("more steps than stages", 260, 512, 3000));
+  cases.push_back(Shape("few rows, batch, A broadcast", 9, 200, 300));
+  cases.back().batch = {2, 1, 3};
+  cases.back().a_broadcast = {true, false, true};
+  cases.back().bias = BiasMode::kBf16;
+  cases.push_back(Shape("few rows, batch, B broadcast", 40, 140, 260));
+  cases.back().batch = {1, 2, 2};
+  cases.back().b_broadcast = {false, true, true};
+  cases.push_back(Shape("few rows, D by columns", 20, 150, 200));
+  cases.back().d_by_columns = true;
+  cases.push_back(Shape("few rows, D with every second element", 20, 150, 200));
+  cases.back().d = {.fine = 2, .offset = 1};
+  cases.push_back(With(Shape("few rows, misaligned", 12, 256, 256), {.pitch = 16, .offset = 1}));
+  cases.push_back(Shape("rows of D aligned to 8 bytes only", 140, 260, 128));
+  cases.back().d = {.pitch = 4};
+  cases.push_back(Shape("few rows of NaN and infinity", 13, 264, 1000));
+  cases.back().fill = Fill::kSpecial;
+  cases.push_back(Shape("few rows, one-hot B", 24, 320, 1030));
+  cases.back().fill = Fill::kOneHot;
+  cases.push_back(Shape("the longest sum that int32 holds", 3, 20, 131'071));
+  cases.back().fill = Fill::kLargest;
+  cases.push_back(Shape("a sum that int32 may not hold", 3, 20, 131'072));
+  cases.back().fill = Fill::kLargest;
+}
+
 void AddPackedCases(std::vector<GpuCase>& cases) {
   cases.push_back(With(Shape("packed, one element", 1, 1, 1), kPacked));
   cases.back().reduced = true;
@@ -168,7 +213,7 @@ void AddLargeCases(std::vector<GpuCase>& cases) {
 
 double DrawValue(Random& random, Fill fill, DType dtype) {
   if (fill == Fill::kIntegers) return static_cast<double>(random.Int(-3, 3));
-  if (dtype == DType::kS8) return static_cast<double>(random.Int(-128, 127));
+  if (dtype == DType::kS8) return fill == Fill::kLargest ? -128 : static_cast<double>(random.Int(-128, 127));
   return random.Uniform(-1, 1);
 }
 
@@ -290,6 +335,7 @@ Placed Place(Placed placed, const View& view, bool cols_contiguous, bool tight) 
 std::vector<GpuCase> ConformanceCases() {
   std::vector<GpuCase> cases;
   AddAlignedCases(cases);
+  AddTileEdgeCases(cases);
   AddPackedCases(cases);
   AddStridedCases(cases);
   AddBatchCases(cases);

@@ -21,6 +21,7 @@ enum class Fill {
   kSpecial,   // kUniform, with NaN or infinity (s8: its extremes) in about a quarter of the rows of A and B
   kIntegers,  // -3..3: every intermediate is exact in float32
   kOneHot,    // A counts, a row of B selects one K: D is a gather of A, bit for bit
+  kLargest,   // s8: -128 throughout, the largest products there are; floats as kUniform
 };
 
 // How an operand lies in memory. `fine` is the stride of the contiguous dimension that its layout names; the other

@@ -21,6 +21,7 @@ constexpr std::int64_t kHostOracleProducts = std::int64_t{1} << 26;  // beyond, 
 constexpr std::size_t kScratchGuard = kernels::kWorkspaceAlignment;
 constexpr int kScratchPattern = 0xff;  // NaN as float32: what nobody wrote must not be summed
 constexpr std::size_t kBiasGuard = 256;
+constexpr std::int64_t kInt8SumLimit = std::int64_t{1} << 17;  // from here on a sum of s8 products may not fit 32 bits
 
 bool AContiguousAlongK(GemmLayout layout) {
   return layout == GemmLayout::kNT || layout == GemmLayout::kNN;
@@ -174,16 +175,22 @@ GemmTruth GemmProblem::NaiveTruthOf() const {
   const DeviceBytes value(bytes);
   const DeviceBytes sum_magnitude(bytes);
   const DeviceBytes magnitude(bytes);
+  const DeviceBytes short_loss(bytes);
+  const DeviceBytes promoted_loss(bytes);
   const GemmParams params = ParamsAt(device_a_.data(), device_b_.data(), device_bias_.data(),
                                      reinterpret_cast<const float*>(device_a_scales_.data()),
                                      reinterpret_cast<const float*>(device_b_scales_.data()));
   const NaiveTruth truth{.value = reinterpret_cast<double*>(value.data()),
                          .sum_magnitude = reinterpret_cast<double*>(sum_magnitude.data()),
-                         .magnitude = reinterpret_cast<double*>(magnitude.data())};
+                         .magnitude = reinterpret_cast<double*>(magnitude.data()),
+                         .short_loss = reinterpret_cast<double*>(short_loss.data()),
+                         .promoted_loss = reinterpret_cast<double*>(promoted_loss.data())};
   Require(NaiveGemm(params, shared_.a(), shared_.b(), truth, gpu_.stream()), "naive oracle");
   return {.value = DownloadDoubles(gpu_, value),
           .sum_magnitude = DownloadDoubles(gpu_, sum_magnitude),
-          .magnitude = DownloadDoubles(gpu_, magnitude)};
+          .magnitude = DownloadDoubles(gpu_, magnitude),
+          .short_loss = DownloadDoubles(gpu_, short_loss),
+          .promoted_loss = DownloadDoubles(gpu_, promoted_loss)};
 }
 
 const Output& GemmProblem::OutputOf(DType dtype) {
@@ -262,8 +269,7 @@ std::string GemmProblem::Check(Run& run, const kernels::GemmClass& gemm_class, d
   if (!OutsideIntact(run, out)) return "bytes outside D were written";
   GemmParams params = Params(out);
   params.d.data = run.bytes.data() + placed.first_byte;
-  const oracle::GemmTypes types{
-      .a = shared_.a(), .b = shared_.b(), .d = out, .sum_error = AccumulatorError(gemm_class, params.k)};
+  const oracle::GemmTypes types{.a = shared_.a(), .b = shared_.b(), .d = out, .accumulator = AccumulatorOf(gemm_class)};
   const GemmTruth& truth = Truth();
   if (truth.value.size() != static_cast<std::size_t>(problem().Elements())) return "no truth: the device was lost";
   const oracle::Verdict verdict = oracle::CheckGemm(params, types, truth);
@@ -302,17 +308,10 @@ bool Refused(const kernels::GemmVariant& variant, const Run& run) {
   return run.launch == kernels::kLaunchInvalidValue || (library && run.launch == cudaErrorNotSupported);
 }
 
-// fp8 products are added to an accumulator of 13 fraction bits, kStep of them at once, what lies below its last bit
-// being cut off. The exact accumulation moves it to float32 after at most kPromotion products.
-double AccumulatorError(const kernels::GemmClass& gemm_class, std::int64_t k) {
-  constexpr double kUnit = 0x1p-13;
-  constexpr std::int64_t kStep = 32;
-  constexpr std::int64_t kPromotion = 128;
-  if (!IsFp8(gemm_class.a) || !IsFp8(gemm_class.b)) return 0;
+oracle::Accumulator AccumulatorOf(const kernels::GemmClass& gemm_class) {
+  if (!IsFp8(gemm_class.a) || !IsFp8(gemm_class.b)) return oracle::Accumulator::kFloat32;
   const bool exact = gemm_class.accumulation == kernels::Accumulation::kExact;
-  const std::int64_t between = exact ? std::min(k, kPromotion) : k;
-  const std::int64_t steps = (between + kStep - 1) / kStep;
-  return kUnit * static_cast<double>(steps);
+  return exact ? oracle::Accumulator::kShortPromoted : oracle::Accumulator::kShort;
 }
 
 bool MustTake(const kernels::GemmVariant& variant, const GemmParams& params) {
@@ -320,8 +319,10 @@ bool MustTake(const kernels::GemmVariant& variant, const GemmParams& params) {
   const bool inputs_aligned = AlignedView(params, params.a, c.a, params.m, params.k, AContiguousAlongK(c.layout)) &&
                               AlignedView(params, params.b, c.b, params.n, params.k, BContiguousAlongK(c.layout));
   switch (variant.info.arch) {
-    case kernels::Arch::kSm90a:
-      return params.k == 0 || inputs_aligned;
+    case kernels::Arch::kSm90a: {
+      const bool sum_fits = c.a != DType::kS8 || c.b != DType::kS8 || params.k < kInt8SumLimit;
+      return params.k == 0 || (inputs_aligned && sum_fits);
+    }
     case kernels::Arch::kVendor:
       return params.k > 0 && inputs_aligned && params.bias.data == nullptr && params.a_scale.vector == nullptr &&
              params.b_scale.vector == nullptr && oracle::BatchCount(params) == 1 &&

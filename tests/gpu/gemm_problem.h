@@ -124,12 +124,11 @@ class GemmProblem {
 // cudaErrorNotSupported, for only the library knows what it has no kernel for.
 bool Refused(const kernels::GemmVariant& variant, const Run& run);
 
-// What the tensor core's accumulator may cost a sum of K products beyond float32, relative to the sum of their
-// magnitudes.
-double AccumulatorError(const kernels::GemmClass& gemm_class, std::int64_t k);
+// What a variant of the class may keep its sums in.
+oracle::Accumulator AccumulatorOf(const kernels::GemmClass& gemm_class);
 
-// Whether a variant has to take the problem: sm80 and sm89 take any view; sm90a what tensor maps can express; a
-// library's minimum is one plain aligned product.
+// Whether a variant has to take the problem: sm80 and sm89 take any view; sm90a what tensor maps can express and int32
+// can sum; a library's minimum is one plain aligned product.
 bool MustTake(const kernels::GemmVariant& variant, const kernels::GemmParams& params);
 
 }  // namespace tessera::gpu_test

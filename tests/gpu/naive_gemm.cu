@@ -72,6 +72,51 @@ __device__ double ScaleOf(const GemmScale& scale, std::int64_t index) {
   return static_cast<double>(scale.vector == nullptr ? scale.scalar : scale.vector[index * scale.stride]);
 }
 
+// What a short accumulator may lose, as tests/oracle/short_accumulator.h derives it: kUnit of the largest number of
+// each step, for each of its products and twice more.
+class ShortLoss {
+ public:
+  __device__ void Add(double product) {
+    sum_ += product;
+    largest_ = fmax(largest_, fabs(product));
+    if (++added_ % kStep == 0) EndStep(kStep);
+    if (added_ % kPromotion == 0) low_ = high_ = sum_;
+  }
+
+  __device__ void Finish() {
+    if (added_ % kStep != 0) EndStep(added_ % kStep);
+  }
+
+  __device__ double throughout() const { return throughout_; }
+  __device__ double promoted() const { return promoted_; }
+
+ private:
+  static constexpr double kUnit = 1.0 / 8192;
+  static constexpr std::int64_t kStep = 32;
+  static constexpr std::int64_t kPromotion = 128;
+
+  __device__ void EndStep(std::int64_t products) {
+    const double cuts = kUnit * static_cast<double>(products + 2);
+    lowest_ = fmin(lowest_, sum_);
+    highest_ = fmax(highest_, sum_);
+    low_ = fmin(low_, sum_);
+    high_ = fmax(high_, sum_);
+    throughout_ += cuts * fmax(largest_, highest_ - lowest_);
+    promoted_ += cuts * fmax(largest_, high_ - low_);
+    largest_ = 0;
+  }
+
+  std::int64_t added_ = 0;
+  double sum_ = 0;
+  double largest_ = 0;
+  double lowest_ = 0;  // of all sums
+  double highest_ = 0;
+  double low_ = 0;  // since the last promotion
+  double high_ = 0;
+  double throughout_ = 0;
+  double promoted_ = 0;
+};
+
 __device__ void ComputeElement(const GemmParams& params, DType a_type, DType b_type, const NaiveTruth& truth,
                                std::int64_t index) {
   const std::int64_t n = index % params.n;
@@ -81,11 +126,14 @@ __device__ void ComputeElement(const GemmParams& params, DType a_type, DType b_t
   std::int64_t b = MatrixOffset(params, params.b, batch) + n * params.b.row_stride;
   double sum = 0;
   double sum_magnitude = 0;
+  ShortLoss loss;
   for (std::int64_t k = 0; k < params.k; ++k, a += params.a.col_stride, b += params.b.col_stride) {
     const double product = ElementAt(params.a.data, a_type, a) * ElementAt(params.b.data, b_type, b);
     sum += product;
     sum_magnitude += fabs(product);
+    loss.Add(product);
   }
+  loss.Finish();
   const double a_scale = ScaleOf(params.a_scale, m);
   const double b_scale = ScaleOf(params.b_scale, n);
   const double bias =
@@ -93,6 +141,9 @@ __device__ void ComputeElement(const GemmParams& params, DType a_type, DType b_t
   truth.value[index] = sum * a_scale * b_scale + bias;
   truth.sum_magnitude[index] = sum_magnitude * fabs(a_scale) * fabs(b_scale);
   truth.magnitude[index] = truth.sum_magnitude[index] + fabs(bias);
+  if (truth.short_loss == nullptr || truth.promoted_loss == nullptr) return;
+  truth.short_loss[index] = loss.throughout() * fabs(a_scale * b_scale);
+  truth.promoted_loss[index] = loss.promoted() * fabs(a_scale * b_scale);
 }
 
 __global__ void __launch_bounds__(kThreads)

@@ -15,6 +15,8 @@ struct NaiveTruth {
   double* value = nullptr;
   double* sum_magnitude = nullptr;
   double* magnitude = nullptr;
+  double* short_loss = nullptr;  // these two are computed of any types, unless null
+  double* promoted_loss = nullptr;
 };
 
 // Enqueues on `stream`. Pointers in `params` are device addresses; D is neither read nor written.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the GPU tests of an installed tree on a machine with a GPU and writes their reports.
 #
-#   tests/gpu/run.sh [--part PART] [--budget-s SECONDS] DIST OUT
+#   tests/gpu/run.sh [--part PART] [--budget-s SECONDS] DIST OUT [-- ARGUMENTS]
 #
 #   PART   conformance  every variant against the oracle, and mutation controls     -> OUT/conformance.json
 #          sanitize     compute-sanitizer: memcheck, racecheck, synccheck           -> OUT/sanitize.json
@@ -10,9 +10,11 @@
 #          bench        what a call costs on its way                                -> OUT/launch.jsonl
 #                       and on a GPU between kernels of the client's                -> OUT/handover.jsonl
 #                       our kernels and cuBLASLt's in turns                         -> OUT/gemm_vendor.jsonl
-#          all          (default) all of them, in this order
-#   DIST   the installed tree: bin/, lib/, of the components gpu_tests and, but for conformance and sanitize, tessera.
+#          all          (default) all of the above, in this order
+#          gemm         GEMM over a grid of sizes beside cuBLASLt, minutes          -> OUT/gemm.jsonl
+#   DIST   the installed tree: bin/, lib/, of the components gpu_tests and, for e2e, isolation and bench, tessera.
 #   OUT    gets the reports above, and run.log with what the parts printed.
+#   ARGUMENTS  for the program of the part gemm, such as --family bf16,int8 --merge (tessera-gpu-bench-gemm --help)
 #
 # e2e makes PID namespaces and starts MPS of its own, isolation starts MPS and becomes another user: they need root,
 # CAP_SYS_ADMIN and nvidia-cuda-mps-control in PATH; TESSERA_ALLOW_SKIP=1 lets them, and bench, leave out what the
@@ -22,17 +24,19 @@
 # and passed. TESSERA_GIT names the revision in the reports; else the file DIST/GIT does, else this repository.
 set -uo pipefail
 
-usage() { sed -n '2,23s/^# \{0,1\}//p' "$0"; }
+usage() { sed -n '2,25s/^# \{0,1\}//p' "$0"; }
 die() { echo "run.sh: $*" >&2; exit 2; }
 
 part=all
 budget=540
 places=()
+arguments=()
 while [ $# -gt 0 ]; do
   case "$1" in
     --part) [ $# -gt 1 ] || die "--part needs a value"; part=$2; shift 2 ;;
     --budget-s) [ $# -gt 1 ] || die "--budget-s needs a value"; budget=$2; shift 2 ;;
     -h | --help) usage; exit 0 ;;
+    --) shift; arguments=("$@"); break ;;
     -*) die "unknown argument $1 (try --help)" ;;
     *) places+=("$1"); shift ;;
   esac
@@ -41,9 +45,10 @@ done
 [[ "$budget" =~ ^[1-9][0-9]*$ ]] || die "--budget-s $budget: not a number of seconds"
 case "$part" in
   all) parts=(conformance sanitize e2e isolation bench) ;;
-  conformance | sanitize | e2e | isolation | bench) parts=("$part") ;;
+  conformance | sanitize | e2e | isolation | bench | gemm) parts=("$part") ;;
   *) die "unknown part $part (try --help)" ;;
 esac
+[ ${#arguments[@]} -eq 0 ] || [ "$part" = gemm ] || die "only part gemm takes arguments (try --help)"
 [ -d "${places[0]}/bin" ] || die "${places[0]} is no installed tree: it has no bin/"
 dist=$(cd "${places[0]}" && pwd)
 mkdir -p "${places[1]}" || die "cannot create ${places[1]}"
@@ -129,6 +134,11 @@ run_bench() {
   run_program "$dist/bin/tessera-gpu-bench" --json "$out/launch.jsonl" \
     --handover-json "$out/handover.jsonl" --vendor-json "$out/gemm_vendor.jsonl" --dist "$dist" \
     --budget-s "$(left_for_program)" "${allow_skip[@]}"
+}
+
+run_gemm() {
+  run_program "$dist/bin/tessera-gpu-bench-gemm" --json "$out/gemm.jsonl" --budget-s "$(left_for_program)" \
+    "${arguments[@]}"
 }
 
 find_sanitizer() {

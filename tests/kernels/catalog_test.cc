@@ -163,6 +163,9 @@ TEST(GemmWorkspace, IsAccumulatorsOfSplitBatchMAndN) {
 }
 
 TEST(GemmWorkspace, IsNothingForVariantsThatTakeNone) {
+  for (const WorkspaceRule rule : {WorkspaceRule::kNone, WorkspaceRule::kCluster}) {
+    EXPECT_EQ(GemmWorkspaceBytes(VariantWith(rule, DType::kBf16, DType::kBf16), 1, 16, 4096, 8), 0);
+  }
   const GemmVariant variant = VariantWith(WorkspaceRule::kNone, DType::kS8, DType::kS8);
   constexpr std::int64_t kMax = std::numeric_limits<std::int64_t>::max();
   EXPECT_EQ(GemmWorkspaceBytes(variant, kMax, kMax, kMax, 1), 0);

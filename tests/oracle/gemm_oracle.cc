@@ -11,9 +11,11 @@
 #include <limits>
 #include <sstream>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "tests/oracle/codec.h"
+#include "tests/oracle/short_accumulator.h"
 
 namespace tessera::oracle {
 namespace {
@@ -69,6 +71,17 @@ LaneSums<Number> SumOverK(const Number* a_row, const Number* b_group, std::int64
   return sums;
 }
 
+ShortAccumulator<kLanes> LossesOverK(const double* a_row, const double* b_group, std::int64_t k_end) {
+  ShortAccumulator<kLanes> losses;
+  for (std::int64_t k = 0; k < k_end; ++k) {
+    std::array<double, kLanes> products{};
+    for (int lane = 0; lane < kLanes; ++lane) products[lane] = a_row[k] * b_group[k * kLanes + lane];
+    losses.Add(products);
+  }
+  losses.Finish();
+  return losses;
+}
+
 double ScaleAt(const GemmScale& scale, std::int64_t index) {
   return scale.vector == nullptr ? scale.scalar : scale.vector[index * scale.stride];
 }
@@ -92,6 +105,11 @@ void StoreTruth(const GemmParams& params, std::int64_t m, std::int64_t n, double
   truth.magnitude[index] += std::fabs(bias);
 }
 
+// Where a tensor core may add with few bits.
+bool AccumulatesShort(const GemmTypes& types) {
+  return IsFp8(types.a) && IsFp8(types.b);
+}
+
 template <typename Number>
 void ComputeMatrix(const GemmParams& params, const GemmTypes& types, std::int64_t batch, GemmTruth& truth) {
   const auto a = DecodeMatrix<Number>(params, params.a, types.a, batch, params.m, 1);
@@ -104,6 +122,17 @@ void ComputeMatrix(const GemmParams& params, const GemmTypes& types, std::int64_
         const std::int64_t n = n0 + lane;
         StoreTruth(params, m, n, static_cast<double>(sums.sum[lane]), static_cast<double>(sums.magnitude[lane]),
                    static_cast<std::size_t>((batch * params.m + m) * params.n + n), truth);
+      }
+      if constexpr (std::is_same_v<Number, double>) {
+        if (!AccumulatesShort(types)) continue;
+        const auto losses = LossesOverK(a.data() + m * params.k, b.data() + n0 * params.k, params.k);
+        for (int lane = 0; lane < lanes; ++lane) {
+          const std::int64_t n = n0 + lane;
+          const double scale = std::fabs(ScaleAt(params.a_scale, m) * ScaleAt(params.b_scale, n));
+          const auto index = static_cast<std::size_t>((batch * params.m + m) * params.n + n);
+          truth.short_loss[index] = losses.throughout()[lane] * scale;
+          truth.promoted_loss[index] = losses.promoted()[lane] * scale;
+        }
       }
     }
   }
@@ -139,13 +168,27 @@ struct Judgement {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
-Judgement JudgeElement(const GemmTypes& types, std::int64_t k, double got, double value, double sum_magnitude,
-                       double magnitude) {
+// What the accumulator may lose of an element beyond float32.
+double LossAt(const GemmTypes& types, const GemmTruth& truth, std::size_t index) {
+  switch (types.accumulator) {
+    case Accumulator::kFloat32:
+      return 0;
+    case Accumulator::kShort:
+      return truth.short_loss[index];
+    case Accumulator::kShortPromoted:
+      return truth.promoted_loss[index];
+  }
+  return 0;
+}
+
+Judgement JudgeElement(const GemmTypes& types, std::int64_t k, double got, const GemmTruth& truth, std::size_t index) {
+  const double value = truth.value[index];
   if (std::isnan(value)) return {std::isnan(got) ? 0 : kNever, 0};
   if (std::isinf(value)) return {got == value ? 0 : kNever, 0};
   const double terms = AccumulatesExactly(types) ? 0 : kRoundingsPerTerm * static_cast<double>(k);
-  const double computing = kF32HalfUlp * (terms * sum_magnitude + kEpilogueRoundings * magnitude) +
-                           types.sum_error * sum_magnitude + kF32SubnormalMin;
+  const double computing =
+      kF32HalfUlp * (terms * truth.sum_magnitude[index] + kEpilogueRoundings * truth.magnitude[index]) +
+      LossAt(types, truth, index) + kF32SubnormalMin;
   if (std::isnan(got)) return {kNever, computing};
   if (std::isinf(got)) {
     // Right where the value, or one within the computing error of it, leaves the finite range on that side.
@@ -214,6 +257,10 @@ GemmTruth ComputeGemm(const GemmParams& params, const GemmTypes& types) {
   GemmTruth truth{.value = std::vector<double>(elements),
                   .sum_magnitude = std::vector<double>(elements),
                   .magnitude = std::vector<double>(elements)};
+  if (AccumulatesShort(types)) {
+    truth.short_loss.resize(elements);
+    truth.promoted_loss.resize(elements);
+  }
   for (std::int64_t batch = 0; batch < BatchCount(params); ++batch) {
     if (AccumulatesExactly(types)) {
       ComputeMatrix<std::int64_t>(params, types, batch, truth);
@@ -226,8 +273,7 @@ GemmTruth ComputeGemm(const GemmParams& params, const GemmTypes& types) {
 
 Verdict CheckGemm(const GemmParams& params, const GemmTypes& types, const GemmTruth& truth) {
   return CheckEach(params, types, truth, [&](const std::byte* element, std::size_t index) {
-    return JudgeElement(types, params.k, Decode(types.d, element), truth.value[index], truth.sum_magnitude[index],
-                        truth.magnitude[index]);
+    return JudgeElement(types, params.k, Decode(types.d, element), truth, index);
   });
 }
 

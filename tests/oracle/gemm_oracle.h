@@ -11,11 +11,14 @@
 
 namespace tessera::oracle {
 
+// What the sum over K is kept in. The short ones are a tensor core's of fp8 (tests/oracle/short_accumulator.h).
+enum class Accumulator : std::uint8_t { kFloat32, kShort, kShortPromoted };
+
 struct GemmTypes {
   DType a = DType::kUnspecified;
   DType b = DType::kUnspecified;
   DType d = DType::kUnspecified;
-  double sum_error = 0;  // allowed of the sum beyond float32's, relative to GemmTruth::sum_magnitude
+  Accumulator accumulator = Accumulator::kFloat32;
 };
 
 // One entry for each element of D, packed [batch.., m, n].
@@ -23,6 +26,9 @@ struct GemmTruth {
   std::vector<double> value;
   std::vector<double> sum_magnitude;  // (sum_k |a| |b|) |a_scale| |b_scale|: what accumulation errors scale with
   std::vector<double> magnitude;      // sum_magnitude + |bias|: what epilogue errors scale with
+  // Of fp8, what the short accumulators may lose of the sum, with both scales; else empty.
+  std::vector<double> short_loss;
+  std::vector<double> promoted_loss;
 };
 
 struct Verdict {

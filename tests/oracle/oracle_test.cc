@@ -8,8 +8,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <set>
+#include <span>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -17,6 +19,7 @@
 
 #include "tests/oracle/codec.h"
 #include "tests/oracle/gemm_oracle.h"
+#include "tests/oracle/short_accumulator.h"
 #include "tests/oracle/test_data.h"
 
 namespace tessera::oracle {
@@ -461,7 +464,7 @@ TEST(CheckGemm, RangeOfTheOutputDecidesInfinity) {
   EXPECT_FALSE(ok(65000, 0x7c00));
 }
 
-TEST(CheckGemm, SumErrorAllowsAShareOfTheMagnitudes) {
+TEST(CheckGemm, AShortAccumulatorIsAllowedItsLoss) {
   TinyGemm gemm;
   gemm.types.d = DType::kF32;
   GemmParams params = Sized(1, 1, 1);
@@ -469,12 +472,61 @@ TEST(CheckGemm, SumErrorAllowsAShareOfTheMagnitudes) {
   params.a.data = gemm.a.data();
   params.b.data = gemm.b.data();
   params.d.data = &d;
-  const GemmTruth truth = {{1.0}, {8.0}, {8.0}};
+  const GemmTruth truth = {
+      .value = {1.0}, .sum_magnitude = {8.0}, .magnitude = {8.0}, .short_loss = {0.5}, .promoted_loss = {0.25}};
   EXPECT_FALSE(CheckGemm(params, gemm.types, truth).ok);
-  gemm.types.sum_error = 0x1p-4;
+  gemm.types.accumulator = Accumulator::kShort;
   EXPECT_TRUE(CheckGemm(params, gemm.types, truth).ok);
-  gemm.types.sum_error = 0x1p-5;
+  gemm.types.accumulator = Accumulator::kShortPromoted;
   EXPECT_FALSE(CheckGemm(params, gemm.types, truth).ok);
+}
+
+// Adds as a tensor core of fp8 does: every addend cut toward zero 13 bits below the largest one's exponent.
+double AddShort(double accumulator, std::span<const double> products) {
+  double largest = std::fabs(accumulator);
+  for (const double product : products) largest = std::max(largest, std::fabs(product));
+  if (largest == 0) return 0;
+  const auto cut = [](double value, double of) {
+    const double unit = std::ldexp(kShortUnit, std::ilogb(of));
+    return std::trunc(value / unit) * unit;
+  };
+  double sum = cut(accumulator, largest);
+  for (const double product : products) sum += cut(product, largest);
+  return sum == 0 ? 0 : cut(sum, sum);
+}
+
+TEST(ShortAccumulator, BoundsWhatIsLostAndNotMuchMore) {
+  Random random(7);
+  for (const double outlier : {0.0, 448.0}) {
+    double worst = 0;
+    for (int trial = 0; trial < 200; ++trial) {
+      std::vector<double> products(static_cast<std::size_t>(random.Int(1, 700)));
+      for (double& product : products) product = random.Uniform(-1, 1);
+      if (outlier != 0) products[static_cast<std::size_t>(random.Int(0, std::ssize(products) - 1))] = outlier;
+      ShortAccumulator<1> bound;
+      double throughout = 0;
+      double window = 0;
+      double promoted = 0;
+      double exact = 0;
+      for (std::size_t at = 0; at < products.size(); at += kShortStep) {
+        const auto step = std::span(products).subspan(at, std::min<std::size_t>(kShortStep, products.size() - at));
+        for (const double product : step) {
+          bound.Add({product});
+          exact += product;
+        }
+        throughout = AddShort(throughout, step);
+        if (at % kShortPromotion == 0) promoted += std::exchange(window, 0);
+        window = AddShort(window, step);
+      }
+      promoted += window;
+      bound.Finish();
+      EXPECT_LE(std::fabs(throughout - exact), bound.throughout()[0] + 1e-9);
+      EXPECT_LE(std::fabs(promoted - exact), bound.promoted()[0] + 1e-9);
+      EXPECT_LE(bound.promoted()[0], bound.throughout()[0]);
+      worst = std::max(worst, std::fabs(promoted - exact) / bound.promoted()[0]);
+    }
+    EXPECT_GT(worst, 0.02);
+  }
 }
 
 TEST(CheckGemm, Int8AllowsOnlyTheEpilogue) {

@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <fstream>
 #include <limits>
@@ -65,7 +66,7 @@ std::string WhyIllegal(const Plan& plan, const GemmProblem& problem, const Devic
   const auto needed = GemmWorkspaceBytes(variant, problem.batch, problem.m, problem.n, plan.split);
   if (needed != plan.workspace_bytes) return "workspace is not what the variant needs";
   if (plan.split == 1) return "";
-  if (variant.info.workspace == kernels::WorkspaceRule::kNone) return "splits a variant that does not";
+  if (!kernels::TakesSplit(variant.info.workspace)) return "splits a variant that does not";
   if (plan.split > 2 * facts.processors) return "more than two slices a thread";
   if (plan.split > (problem.k - 1) / variant.tile.k + 1) return "slices shorter than a K block";
   return "";
@@ -156,6 +157,50 @@ TEST(GemmPlanner, FallsToAnotherRecipeWhereScratchIsShort) {
     ASSERT_TRUE(tight.ok()) << tight.status();
     EXPECT_EQ(WhyIllegal(*tight, problem, Cpu(4, limit)), "") << limit;
     EXPECT_NE(RecipeOf(*tight), preferred) << limit;
+  }
+}
+
+DeviceFacts Hopper(int processors) {
+  return {.backend = Backend::kCuda,
+          .archs = {Arch::kSm80, Arch::kSm89, Arch::kSm90a},
+          .processors = processors,
+          .workspace_bytes_max = 64 * kMiB};
+}
+
+TEST(GemmPlanner, PlansEveryShapeOfTheHopperClassesLegally) {
+  const GemmPlanner planner(GemmVariants());
+  std::int64_t wrong = 0;
+  for (const GemmVariant& variant : GemmVariants()) {
+    if (variant.info.arch != Arch::kSm90a) continue;
+    for (const int processors : {1, 78, 114, 132}) {
+      const DeviceFacts facts = Hopper(processors);
+      for (const std::int64_t m : kExtents) {
+        for (const std::int64_t n : kExtents) {
+          for (const std::int64_t k : kExtents) {
+            const GemmProblem problem = {.gemm_class = variant.gemm_class, .m = m, .n = n, .k = k};
+            const auto plan = planner.Decide(problem, facts);
+            std::string why = plan.ok() ? WhyIllegal(*plan, problem, facts) : MessageOf(plan.status());
+            if (plan.ok() && !kernels::LegalClusterSplit(plan->split)) why = "no split of a cluster";
+            if (!why.empty() && ++wrong <= 5) ADD_FAILURE() << Text(problem, facts) << ": " << why;
+          }
+        }
+      }
+    }
+  }
+  EXPECT_EQ(wrong, 0);
+}
+
+TEST(GemmPlanner, FewRowsOnAHopperKeepAllProcessorsReading) {
+  const GemmPlanner planner(GemmVariants());
+  for (const std::int64_t m : {1, 16, 17, 64, 100}) {
+    for (const std::int64_t n : {1024, 2048, 4096}) {
+      const GemmProblem problem = {.gemm_class = kBf16Class, .m = m, .n = n, .k = 8192};
+      const auto plan = planner.Decide(problem, Hopper(132));
+      ASSERT_TRUE(plan.ok()) << plan.status();
+      const GemmVariant& variant = GemmVariants()[plan->variant];
+      const std::int64_t blocks = ((m - 1) / variant.tile.m + 1) * ((n - 1) / variant.tile.n + 1) * plan->split;
+      EXPECT_GE(blocks, std::min<std::int64_t>(n / 128 * 8, 96)) << Text(problem, Hopper(132));
+    }
   }
 }
 

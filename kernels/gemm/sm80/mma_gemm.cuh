@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kThreads, (MmaConfig<kLayout, Tile>::kBlocksPe
   }
 }
 
-template <DType kA, DType kB, DType kOut, GemmLayout kLayout, typename Tile>
+template <DType kA, DType kB, DType kOut, Accumulation kAccumulation, GemmLayout kLayout, typename Tile>
 struct MmaGemm {
   static_assert(kA == DType::kBf16 && kB == DType::kBf16, "the operands of MmaBf16M16N8K16");
 

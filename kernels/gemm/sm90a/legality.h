@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <string_view>
 
+#include "common/dtype.h"
+#include "kernels/catalog/gemm_class.h"
 #include "kernels/gemm/gemm_params.h"
 
 namespace tessera::kernels::sm90a {
@@ -15,18 +17,21 @@ inline constexpr std::int64_t kTmaStrideLimit = std::int64_t{1} << 40;  // bytes
 inline constexpr std::int64_t kTmaExtentLimit = std::int64_t{1} << 31;  // elements; coordinates are signed 32-bit
 inline constexpr std::int64_t kGridTilesLimit = std::int64_t{1} << 31;  // tiles are counted in 32 bits
 
+// A sum of int8 products is exact in 32 bits while it has fewer than this many: each is 2^14 at most.
+inline constexpr std::int64_t kInt8SumLimit = std::int64_t{1} << 17;
+
 constexpr bool TmaStrideLegal(std::int64_t stride, std::int64_t element_bytes) {
   return stride > 0 && stride < kTmaStrideLimit / element_bytes && stride * element_bytes % kTmaAlignment == 0;
 }
 
-// Why a K-contiguous input of rows x k elements a matrix cannot be read through a tensor map, or nothing. The stride of
-// a dimension of extent 1 is never used and may be anything; a batch stride of 0 is a dimension that the map leaves
+// Why a matrix with contiguous rows, rows x k elements, cannot be reached through a tensor map, or nothing. The stride
+// of a dimension of extent 1 is never used and may be anything; a batch stride of 0 is a dimension that the map leaves
 // out.
 inline std::string_view TmaIllegal(const GemmMatrix& matrix, std::size_t element_bytes, std::int64_t rows,
                                    std::int64_t k, const std::int64_t (&batch_shape)[kGemmBatchDimsMax]) {
   const auto bytes = static_cast<std::int64_t>(element_bytes);
   if (rows >= kTmaExtentLimit || k >= kTmaExtentLimit) return "an extent is 2^31 or more";
-  if (k > 1 && matrix.col_stride != 1) return "not contiguous along K";
+  if (k > 1 && matrix.col_stride != 1) return "not contiguous";
   if (reinterpret_cast<std::uintptr_t>(matrix.data) % kTmaAlignment != 0) return "base is not aligned to 16 bytes";
   if (rows > 1 && !TmaStrideLegal(matrix.row_stride, bytes)) {
     return "row stride is not a positive multiple of 16 bytes below 2^40";
@@ -53,10 +58,27 @@ constexpr std::int64_t CountTiles(const GemmParams& params, std::int64_t tile_m,
   return tiles;
 }
 
+// The same of an input of `rows` by `k`, whichever of the two its layout has contiguous.
+inline std::string_view InputIllegal(const GemmMatrix& matrix, DType dtype, bool k_contiguous, std::int64_t rows,
+                                     std::int64_t k, const std::int64_t (&batch_shape)[kGemmBatchDimsMax]) {
+  if (k_contiguous) return TmaIllegal(matrix, DTypeBytes(dtype), rows, k, batch_shape);
+  GemmMatrix transposed = matrix;
+  transposed.row_stride = matrix.col_stride;
+  transposed.col_stride = matrix.row_stride;
+  return TmaIllegal(transposed, DTypeBytes(dtype), k, rows, batch_shape);
+}
+
+constexpr bool AContiguousAlongK(GemmLayout layout) {
+  return layout == GemmLayout::kNT || layout == GemmLayout::kNN;
+}
+constexpr bool BContiguousAlongK(GemmLayout layout) {
+  return layout == GemmLayout::kNT || layout == GemmLayout::kTT;
+}
+
 // Why a kernel with these tiles cannot compute the problem, or nothing. Of inputs that have no elements or no use
 // nothing is asked.
-inline std::string_view GemmIllegal(const GemmParams& params, std::size_t a_bytes, std::size_t b_bytes,
-                                    std::int64_t tile_m, std::int64_t tile_n) {
+inline std::string_view GemmIllegal(const GemmParams& params, const GemmClass& gemm_class, std::int64_t tile_m,
+                                    std::int64_t tile_n) {
   if (params.m < 0 || params.n < 0 || params.k < 0) return "a negative extent";
   for (const std::int64_t extent : params.batch_shape) {
     if (extent < 0) return "a negative extent";
@@ -65,8 +87,14 @@ inline std::string_view GemmIllegal(const GemmParams& params, std::size_t a_byte
   const std::int64_t tiles = CountTiles(params, tile_m, tile_n);
   if (tiles >= kGridTilesLimit) return "2^31 tiles or more";
   if (tiles == 0 || params.k == 0) return {};
-  const std::string_view a = TmaIllegal(params.a, a_bytes, params.m, params.k, params.batch_shape);
-  return a.empty() ? TmaIllegal(params.b, b_bytes, params.n, params.k, params.batch_shape) : a;
+  if (gemm_class.a == DType::kS8 && gemm_class.b == DType::kS8 && params.k >= kInt8SumLimit) {
+    return "K is 2^17 or more: the sum may not fit 32 bits";
+  }
+  const std::string_view a = InputIllegal(params.a, gemm_class.a, AContiguousAlongK(gemm_class.layout), params.m,
+                                          params.k, params.batch_shape);
+  if (!a.empty()) return a;
+  return InputIllegal(params.b, gemm_class.b, BContiguousAlongK(gemm_class.layout), params.n, params.k,
+                      params.batch_shape);
 }
 
 }  // namespace tessera::kernels::sm90a

@@ -2,7 +2,7 @@
 // pair of barriers a stage. The producer waits for `Empty`, asks the copy engine to fill the stage and count into
 // `Full`; every consumer warp waits for `Full`, multiplies, and arrives at `Empty` when its products have been read.
 // Stages are used in turn, without regard to where one output tile ends and the next begins, so the producer runs ahead
-// across tiles.
+// across tiles. Behind the stages lies an area for the epilogue.
 #pragma once
 
 #include <cstdint>
@@ -12,41 +12,43 @@
 
 namespace tessera::kernels::sm90a {
 
-template <int kTileM, int kTileN, int kStageCount>
+template <std::uint32_t kTileABytes, std::uint32_t kTileBBytes, int kStageCount, std::uint32_t kAreaBytes>
 class Ring {
  public:
   static constexpr int kStages = kStageCount;
-  static constexpr std::uint32_t kABytes = kTileM * device::kSwizzleRowBytes;
-  static constexpr std::uint32_t kBBytes = kTileN * device::kSwizzleRowBytes;
-  static constexpr std::uint32_t kStageBytes = kABytes + kBBytes;
+  static constexpr std::uint32_t kABytes = kTileABytes;
+  static constexpr std::uint32_t kStageBytes = kTileABytes + kTileBBytes;
+  static constexpr int kOtherBarriers = 2;
   // The runtime aligns dynamic shared memory less than a swizzle atom needs; Ring rounds up within this.
-  static constexpr std::uint32_t kSharedBytes =
-      device::kSwizzleAtomBytes + kStages * (kStageBytes + 2 * device::kMbarrierBytes);
-  static_assert(kABytes % device::kSwizzleAtomBytes == 0 && kBBytes % device::kSwizzleAtomBytes == 0,
+  static constexpr std::uint32_t kSharedBytes = device::kSwizzleAtomBytes + kStages * kStageBytes + kAreaBytes +
+                                                (2 * kStages + kOtherBarriers) * device::kMbarrierBytes;
+  static_assert(kTileABytes % device::kSwizzleAtomBytes == 0 && kTileBBytes % device::kSwizzleAtomBytes == 0,
                 "every tile begins at a swizzle atom");
+  static_assert(kAreaBytes % device::kMbarrierBytes == 0, "barriers are aligned");
   static_assert(kSharedBytes <= 227 * 1024, "a block of sm_90 has 227 KB");
 
   explicit __device__ __forceinline__ Ring(const void* dynamic_shared)
       : base_((device::SharedAddress(dynamic_shared) + device::kSwizzleAtomBytes - 1) &
               ~(device::kSwizzleAtomBytes - 1)) {}
 
-  // One thread; a block barrier must follow.
-  __device__ __forceinline__ void Init(std::uint32_t consumer_warps) const {
+  // One thread; device::FenceMbarrierInit and a barrier of all who use them must follow.
+  __device__ __forceinline__ void Init(std::uint32_t arrivals_when_empty) const {
     for (int stage = 0; stage < kStages; ++stage) {
       device::MbarrierInit(Full(stage), 1);
-      device::MbarrierInit(Empty(stage), consumer_warps);
+      device::MbarrierInit(Empty(stage), arrivals_when_empty);
     }
-    device::FenceMbarrierInit();
   }
 
   __device__ __forceinline__ std::uint32_t A(int stage) const { return base_ + stage * kStageBytes; }
   __device__ __forceinline__ std::uint32_t B(int stage) const { return A(stage) + kABytes; }
+  __device__ __forceinline__ std::uint32_t Area() const { return base_ + kStages * kStageBytes; }
   __device__ __forceinline__ std::uint32_t Full(int stage) const {
-    return base_ + kStages * kStageBytes + stage * device::kMbarrierBytes;
+    return Area() + kAreaBytes + stage * device::kMbarrierBytes;
   }
   __device__ __forceinline__ std::uint32_t Empty(int stage) const {
     return Full(stage) + kStages * device::kMbarrierBytes;
   }
+  __device__ __forceinline__ std::uint32_t Other(int barrier) const { return Empty(kStages + barrier); }
 
  private:
   std::uint32_t base_;

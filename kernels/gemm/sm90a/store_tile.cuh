@@ -1,13 +1,18 @@
 // Accumulators of a warpgroup -> its 64 rows of an output tile.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_bf16.h>
 
 #include <cstdint>
 
+#include "kernels/device/ldmatrix.cuh"
+#include "kernels/device/mbarrier.cuh"
+#include "kernels/device/tma.cuh"
 #include "kernels/device/wgmma.cuh"
 #include "kernels/gemm/cuda/epilogue.cuh"
 #include "kernels/gemm/gemm_params.h"
+#include "kernels/gemm/sm90a/legality.h"
 
 namespace tessera::kernels::sm90a {
 
@@ -117,117 +122,125 @@ __device__ __forceinline__ void StoreElements(const GemmParams& params, const Fr
   }
 }
 
-// Word j of thread q of four neighbours <-> word q of thread j. All 32 threads.
-__device__ __forceinline__ void TransposeQuad(std::uint32_t (&word)[4]) {
+// Of float32, where D's columns are contiguous and its rows begin at multiples of 8 bytes: four neighbours write 32
+// bytes of a row at once, whole sectors of memory.
+template <int kCount>
+__device__ __forceinline__ void StoreFloatPairs(const GemmParams& params, const FragmentPlace& place,
+                                                const float (&acc)[kCount]) {
+  using Fragment = device::WgmmaFragment;
 #pragma unroll
-  for (int step = 1; step <= 2; step *= 2) {
-    const bool upper = (threadIdx.x & step) != 0;
+  for (int r = 0; r < Fragment::kRowPairs; ++r) {
+    if (r * Fragment::kRowStep >= place.rows) continue;
+    auto* const d = static_cast<float*>(params.d.data) + place.batch_offset +
+                    (place.row + r * Fragment::kRowStep) * params.d.row_stride + place.column;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if ((j & step) != 0) continue;
-      const std::uint32_t received = __shfl_xor_sync(0xFFFFFFFFU, upper ? word[j] : word[j + step], step);
-      (upper ? word[j] : word[j + step]) = received;
+    for (int pair = 0; pair < kCount / 4; ++pair) {
+      const int column = pair * Fragment::kColumnStep;
+      const float2 value = make_float2(acc[Fragment::Index(r, pair, 0)], acc[Fragment::Index(r, pair, 1)]);
+      if (column + 2 <= place.columns) {
+        *reinterpret_cast<float2*>(d + column) = value;
+      } else if (column < place.columns) {
+        d[column] = value.x;
+      }
     }
   }
 }
 
-// How a type is stored where the columns of D are contiguous and rows begin at multiples of kVectorBytes.
-template <DType kOut>
-struct VectorStore;
+// bf16 by the copy engine, which writes whole lines and clips them at D's edges. A warp's 16 rows go through buffers of
+// its own in shared memory, 64 columns at a time, or 32 where a tile is no multiple of 64 wide: no warp waits for
+// another. They lie swizzled, by 128 or 64 bytes, so that eight rows of a matrix are in different banks: of lines of
+// 128 bytes, line l has its 16-byte column c at c ^ (l % 8); of lines of 64 bytes at c ^ (l / 2 % 4).
+template <int kTileColumns>
+class StagedStore {
+ public:
+  static constexpr bool kNarrow = kTileColumns % 64 != 0;
+  static constexpr int kColumns = kNarrow ? 32 : 64;
+  static constexpr int kRows = 16;
+  static constexpr int kBlocks = kTileColumns / kColumns;
+  // As many as fit behind the ring: with fewer than blocks, a block waits until the copy engine has read one of before.
+  static constexpr int kBuffers = kNarrow ? kBlocks : 2;
+  static constexpr std::uint32_t kLineBytes = kColumns * 2;
+  static constexpr std::uint32_t kBufferBytes = kRows * kLineBytes;
+  static constexpr std::uint32_t kWarpBytes = kBuffers * kBufferBytes;
+  static constexpr std::uint32_t kBytes = 4 * kWarpBytes;  // of a warpgroup
+  static_assert(kTileColumns % kColumns == 0 && kBlocks % kBuffers == 0, "buffers are used in turn");
+  static_assert(kBufferBytes % device::kSwizzleAtomBytes == 0, "every buffer begins at a swizzle atom");
 
-// Four neighbours hold two columns each of every 8. They trade so that each has all of one 8 out of four and stores it
-// by 16 bytes; together they write 64 bytes of a row, whole sectors of memory.
-template <>
-struct VectorStore<DType::kBf16> {
-  static constexpr int kVectorBytes = 16;
+  // `area`: kBytes of the warpgroup's own, aligned to a swizzle atom.
+  __device__ __forceinline__ StagedStore(std::uint32_t area, const CUtensorMap* map)
+      : area_(area + threadIdx.x % 128 / 32 * kWarpBytes), map_(map) {}
 
-  template <int kCount>
-  static __device__ __forceinline__ void Store(const GemmParams& params, const FragmentPlace& place,
-                                               const float (&acc)[kCount]) {
-    using Fragment = device::WgmmaFragment;
-    constexpr int kPairsTraded = 4;
-    static_assert(kCount / 4 % kPairsTraded == 0);
-    // From the thread's own two columns to its own 8 of the first 32.
-    const int ahead = static_cast<int>(threadIdx.x) % 4 * (Fragment::kColumnStep - 2);
+  // `box`: the first column and row of the warpgroup's part of the tile, and its batch. All 32 threads of a warp.
+  __device__ __forceinline__ void Store(device::TensorCoordinates box, const float (&acc)[kTileColumns / 2]) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    box.at[1] += static_cast<std::int32_t>(threadIdx.x % 128 / 32 * kRows);
+    // Lane l names row l % 8 of matrix l / 8: matrices 0 and 1 are the upper and lower 8 rows, 2 and 3 the next
+    // columns.
+    const std::uint32_t line = area_ + (lane / 8 % 2 * 8 + lane % 8) * kLineBytes;
+    const int swizzle = kNarrow ? lane % 8 / 2 : lane % 8;
 #pragma unroll
-    for (int r = 0; r < Fragment::kRowPairs; ++r) {
-      auto* const d = static_cast<__nv_bfloat16*>(params.d.data) + place.batch_offset +
-                      (place.row + r * Fragment::kRowStep) * params.d.row_stride + place.column + ahead;
-      const int columns = r * Fragment::kRowStep < place.rows ? place.columns - ahead : 0;
+    for (int block = 0; block < kBlocks; ++block) {
+      const std::uint32_t buffer = block % kBuffers * kBufferBytes;
+      if (lane == 0) device::WaitStoresRead<kBuffers - 1>();
+      __syncwarp();
 #pragma unroll
-      for (int pair = 0; pair < kCount / 4; pair += kPairsTraded) {
-        std::uint32_t word[kPairsTraded];
-#pragma unroll
-        for (int j = 0; j < kPairsTraded; ++j) {
-          word[j] = Pack(acc[Fragment::Index(r, pair + j, 0)], acc[Fragment::Index(r, pair + j, 1)]);
-        }
-        TransposeQuad(word);
-        StoreEight(d + pair * Fragment::kColumnStep, columns - pair * Fragment::kColumnStep, word);
+      for (int chunk = 0; chunk < kColumns / 8; chunk += 2) {
+        const int pair = block * (kColumns / 8) + chunk;
+        const std::uint32_t word[4] = {Pack(acc, 0, pair), Pack(acc, 1, pair), Pack(acc, 0, pair + 1),
+                                       Pack(acc, 1, pair + 1)};
+        device::StoreMatrices(line + buffer + ((chunk + lane / 16) ^ swizzle) * 16, word);
       }
+      device::FenceAsyncProxy();
+      __syncwarp();
+      if (lane == 0) device::TmaStore(map_, area_ + buffer, box);
+      box.at[0] += kColumns;
     }
+  }
+
+  // Before the block ends: shared memory must outlive the stores that read it.
+  __device__ __forceinline__ void Finish() const {
+    if (threadIdx.x % 32 == 0) device::WaitStoresDone();
   }
 
  private:
-  static __device__ __forceinline__ std::uint32_t Pack(float low, float high) {
-    using Out = cuda::Output<DType::kBf16>;
-    return __bfloat16_as_ushort(Out::Round(low)) | static_cast<std::uint32_t>(__bfloat16_as_ushort(Out::Round(high)))
-                                                       << 16U;
-  }
-
-  // The first `columns` of 8, if that many.
-  static __device__ __forceinline__ void StoreEight(__nv_bfloat16* d, int columns, const std::uint32_t (&word)[4]) {
-    if (columns >= 8) {
-      *reinterpret_cast<uint4*>(d) = make_uint4(word[0], word[1], word[2], word[3]);
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const auto half = static_cast<unsigned short>(word[i / 2] >> (i % 2 * 16));
-      if (i < columns) d[i] = __ushort_as_bfloat16(half);
-    }
-  }
-};
-
-// Four neighbours hold 32 contiguous bytes, a whole sector, as they are.
-template <>
-struct VectorStore<DType::kF32> {
-  static constexpr int kVectorBytes = 8;
-
-  template <int kCount>
-  static __device__ __forceinline__ void Store(const GemmParams& params, const FragmentPlace& place,
-                                               const float (&acc)[kCount]) {
+  static __device__ __forceinline__ std::uint32_t Pack(const float (&acc)[kTileColumns / 2], int row, int pair) {
     using Fragment = device::WgmmaFragment;
-#pragma unroll
-    for (int r = 0; r < Fragment::kRowPairs; ++r) {
-      if (r * Fragment::kRowStep >= place.rows) continue;
-      auto* const d = static_cast<float*>(params.d.data) + place.batch_offset +
-                      (place.row + r * Fragment::kRowStep) * params.d.row_stride + place.column;
-#pragma unroll
-      for (int pair = 0; pair < kCount / 4; ++pair) {
-        const int column = pair * Fragment::kColumnStep;
-        const float2 value = make_float2(acc[Fragment::Index(r, pair, 0)], acc[Fragment::Index(r, pair, 1)]);
-        if (column + 2 <= place.columns) {
-          *reinterpret_cast<float2*>(d + column) = value;
-        } else if (column < place.columns) {
-          d[column] = value.x;
-        }
-      }
-    }
+    using Out = cuda::Output<DType::kBf16>;
+    const std::uint32_t low = __bfloat16_as_ushort(Out::Round(acc[Fragment::Index(row, pair, 0)]));
+    const std::uint32_t high = __bfloat16_as_ushort(Out::Round(acc[Fragment::Index(row, pair, 1)]));
+    return low | high << 16U;
   }
+
+  std::uint32_t area_;  // the warp's
+  const CUtensorMap* map_;
 };
 
-// Host: whether VectorStore is legal for this D. The stride of a dimension of extent 1 is never used.
-template <DType kOut>
-inline bool TakesVectors(const GemmParams& params) {
-  constexpr std::int64_t kBytes = VectorStore<kOut>::kVectorBytes;
-  constexpr auto kElements = kBytes / static_cast<std::int64_t>(DTypeBytes(kOut));
-  if (params.n > 1 && params.d.col_stride != 1) return false;
-  if (reinterpret_cast<std::uintptr_t>(params.d.data) % kBytes != 0) return false;
-  if (params.m > 1 && params.d.row_stride % kElements != 0) return false;
-  for (int i = 0; i < kGemmBatchDimsMax; ++i) {
-    if (params.batch_shape[i] > 1 && params.d.batch_stride[i] % kElements != 0) return false;
+// How the accumulators reach D, found by the host.
+enum class StorePath : int {
+  kBf16Elements,
+  kBf16Staged,
+  kF32Elements,
+  kF32Pairs,
+};
+
+// Host: the fastest path that D's strides and alignment allow. The stride of a dimension of extent 1 is never used.
+inline StorePath StorePathOf(DType out, const GemmParams& params) {
+  if (out == DType::kBf16) {
+    // A store of the copy engine ends on 16 bytes, whatever the map says: it would write past a row that does not.
+    const std::int64_t whole = kTmaAlignment / DTypeBytes(out);
+    const bool staged =
+        params.n % whole == 0 && TmaIllegal(params.d, DTypeBytes(out), params.m, params.n, params.batch_shape).empty();
+    return staged ? StorePath::kBf16Staged : StorePath::kBf16Elements;
   }
-  return true;
+  constexpr std::int64_t kElements = 2;
+  constexpr std::uintptr_t kBytes = 8;
+  bool pairs = (params.n <= 1 || params.d.col_stride == 1) &&
+               reinterpret_cast<std::uintptr_t>(params.d.data) % kBytes == 0 &&
+               (params.m <= 1 || params.d.row_stride % kElements == 0);
+  for (int i = 0; i < kGemmBatchDimsMax; ++i) {
+    if (params.batch_shape[i] > 1 && params.d.batch_stride[i] % kElements != 0) pairs = false;
+  }
+  return pairs ? StorePath::kF32Pairs : StorePath::kF32Elements;
 }
 
 }  // namespace tessera::kernels::sm90a

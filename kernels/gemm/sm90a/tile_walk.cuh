@@ -1,19 +1,20 @@
-// Which tiles a block of a persistent grid computes, and in which order. Producer and consumers walk on their own and
-// must agree, so both use this.
+// Which tiles the blocks of a persistent grid compute, and in which order. A cluster computes a unit at a time: tiles
+// one above the other, or one tile in slices of K; here a unit is what counts. Producer and consumers walk on their own
+// and must agree, so both use this.
 #pragma once
 
 #include <cstdint>
 
 namespace tessera::kernels::sm90a {
 
-// The problem in tiles. The order is batch by batch; in a batch, groups of `raster` tiles of M; in a group, column
-// after column of its tiles. Tiles that run at the same time thus form a block of the output, whose rows of A and of B
+// The problem in units. The order is batch by batch; in a batch, groups of `raster` units of M; in a group, column
+// after column of its units. Units that run at the same time thus form a block of the output, whose rows of A and of B
 // stay in L2 while they are read again.
 struct TileGrid {
-  std::uint32_t m_tiles = 0;
+  std::uint32_t m_tiles = 0;  // units along M
   std::uint32_t n_tiles = 0;
-  std::uint32_t k_tiles = 0;
-  std::uint32_t tiles = 0;    // of all batches, below 2^31
+  std::uint32_t k_tiles = 0;  // steps along K
+  std::uint32_t tiles = 0;    // units of all batches, below 2^31
   std::uint32_t raster = 1;   // 1 .. m_tiles
   std::uint32_t batch_1 = 1;  // extents of the two faster batch dimensions
   std::uint32_t batch_2 = 1;

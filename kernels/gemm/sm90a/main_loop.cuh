@@ -1,0 +1,78 @@
+// One consumer warpgroup's products: 64 rows of the first operand by all rows of the second, over a range of K.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/device/mbarrier.cuh"
+#include "kernels/device/wgmma.cuh"
+#include "kernels/device/wgmma_product.cuh"
+#include "kernels/gemm/sm90a/operand.cuh"
+#include "kernels/gemm/sm90a/ring.cuh"
+
+namespace tessera::kernels::sm90a {
+
+inline constexpr int kWarpgroupThreads = 128;
+
+// The products of one tile of K, as one group. `fresh`: whatever `acc` held counts as 0.
+template <typename Pair, typename First, typename Second, typename Accumulator, int kCount>
+__device__ __forceinline__ void MultiplyStage(std::uint32_t first, std::uint32_t second, bool fresh,
+                                              Accumulator (&acc)[kCount]) {
+  const std::uint64_t a = First::Descriptor(first);
+  const std::uint64_t b = Second::Descriptor(second);
+  device::WgmmaFence();
+#pragma unroll
+  for (std::uint32_t step = 0; step < kStepsOfK; ++step) {
+    device::Wgmma<Second::kRows>::template Multiply<Pair>(acc, device::AdvanceOperand(a, step * First::kStepBytes),
+                                                          device::AdvanceOperand(b, step * Second::kStepBytes),
+                                                          !(fresh && step == 0));
+  }
+  device::WgmmaCommit();
+}
+
+// Sums in the tensor core throughout. The products of a stage run while the stage before is given back, so that the
+// tensor cores always have the next ones waiting. `release(stage)` gives it back, by all threads of the warpgroup.
+template <typename Pair, typename First, typename Second, typename Stages, typename Accumulator, int kCount,
+          typename Release>
+__device__ __forceinline__ void MultiplyThroughout(const Stages& ring, RingPosition<Stages::kStages>& at,
+                                                   std::uint32_t first_offset, std::uint32_t k_tiles,
+                                                   const Release& release, Accumulator (&acc)[kCount]) {
+  // Also what K = 0 leaves. A first product that ignores what the accumulators hold would spare these moves, but then
+  // K = 0 is a second source of the accumulators, and merging the two costs more moves or spills.
+#pragma unroll
+  for (Accumulator& value : acc) value = 0;
+  int previous = 0;
+  for (std::uint32_t k = 0; k < k_tiles; ++k) {
+    device::MbarrierWait(ring.Full(at.stage), at.parity);
+    MultiplyStage<Pair, First, Second>(ring.A(at.stage) + first_offset, ring.B(at.stage), false, acc);
+    device::WgmmaWait<1>();
+    if (k > 0) release(previous);
+    previous = at.stage;
+    at.Advance();
+  }
+  device::WgmmaWait<0>();
+  device::PinAccumulators(acc);
+  if (k_tiles > 0) release(previous);
+}
+
+// Sums each tile of K in the tensor core, whose accumulator for fp8 is short, and adds the tile's sums in float32. The
+// tensor cores meanwhile have the other warpgroup's products.
+template <typename Pair, typename First, typename Second, typename Stages, int kCount, typename Release>
+__device__ __forceinline__ void MultiplyInTwoLevels(const Stages& ring, RingPosition<Stages::kStages>& at,
+                                                    std::uint32_t first_offset, std::uint32_t k_tiles,
+                                                    const Release& release, float (&acc)[kCount]) {
+#pragma unroll
+  for (float& value : acc) value = 0.0F;
+  float part[kCount];
+  for (std::uint32_t k = 0; k < k_tiles; ++k) {
+    device::MbarrierWait(ring.Full(at.stage), at.parity);
+    MultiplyStage<Pair, First, Second>(ring.A(at.stage) + first_offset, ring.B(at.stage), true, part);
+    device::WgmmaWait<0>();
+    device::PinAccumulators(part);
+    release(at.stage);
+    at.Advance();
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) acc[i] = __fadd_rn(acc[i], part[i]);
+  }
+}
+
+}  // namespace tessera::kernels::sm90a

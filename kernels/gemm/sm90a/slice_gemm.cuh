@@ -1,0 +1,456 @@
+// GEMM for Hopper with few rows of A, where what counts is to read B, the weights, as fast as memory gives them. The
+// operands change places: 64 rows of B a warpgroup are the tensor core's first operand, of which it always takes 64,
+// and the rows of A its second, of which it takes as few as 16. All multiprocessors read: the blocks of a cluster take
+// a slice of K each of the same tile of D, and add up through each other's shared memory, in the order of the slices,
+// so that the result does not depend on who came first.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "kernels/catalog/gemm_class.h"
+#include "kernels/device/cluster.cuh"
+#include "kernels/device/grid_order.cuh"
+#include "kernels/device/mbarrier.cuh"
+#include "kernels/device/tensor_map.h"
+#include "kernels/device/tma.cuh"
+#include "kernels/device/wgmma.cuh"
+#include "kernels/device/wgmma_product.cuh"
+#include "kernels/gemm/cuda/epilogue.cuh"
+#include "kernels/gemm/gemm_params.h"
+#include "kernels/gemm/sm90a/launch.h"
+#include "kernels/gemm/sm90a/legality.h"
+#include "kernels/gemm/sm90a/main_loop.cuh"
+#include "kernels/gemm/sm90a/operand.cuh"
+#include "kernels/gemm/sm90a/ring.cuh"
+#include "kernels/gemm/sm90a/slice_sums.cuh"
+#include "kernels/gemm/sm90a/tile_walk.cuh"
+#include "kernels/gemm/sm90a/wgmma_gemm.cuh"
+#include "kernels/launch/launch.h"
+
+namespace tessera::kernels::sm90a {
+
+template <DType kA, DType kB, GemmLayout kLayout, bool kTwoLevels, typename TileShape>
+struct SliceConfig {
+  using Tile = TileShape;
+  using Pair = device::WgmmaPair<kB, kA, !BContiguousAlongK(kLayout)>;  // B first
+  using Accumulator = typename Pair::Accumulator;
+  static constexpr bool kInTwoLevels = kTwoLevels;
+  // Tiles abreast that a cluster may have. Each block fetches its share of their rows of A for all.
+  static constexpr int kAbreast = Tile::kM >= 64 ? 2 : 1;
+  using A = Operand<kA, true, Tile::kM, Tile::kM / kAbreast>;
+  using B = Operand<kB, BContiguousAlongK(kLayout), Tile::kN, Tile::kN>;
+  using Sums = Exchange<Tile::kM, Tile::kN, B::kBytes + A::kBytes>;
+  using Stages = Ring<B::kBytes, A::kBytes, Tile::kStages, Sums::kBytes>;
+  static constexpr int kAccumulators = device::WgmmaFragment::kRows * Tile::kM / kWarpgroupThreads;
+
+  static_assert(Tile::kN == kConsumers * device::WgmmaFragment::kRows, "64 rows of B a consumer");
+  static_assert(Tile::kK == A::kTileK && Tile::kK == B::kTileK, "a step of K is one swizzled row");
+};
+
+// The slice of K of one block, in steps.
+struct Slice {
+  std::uint32_t first;
+  std::uint32_t count;
+};
+
+__device__ __forceinline__ Slice SliceOf(std::uint32_t k_tiles, const SlicePlace& place) {
+  const int shift = 31 - __clz(static_cast<int>(place.slices));
+  const auto cut = [&](std::uint32_t slice) {
+    return static_cast<std::uint32_t>(std::uint64_t{k_tiles} * slice >> shift);
+  };
+  const std::uint32_t first = cut(place.slice);
+  return {.first = first, .count = cut(place.slice + 1) - first};
+}
+
+// Units of a cluster, one after another. The first is reckoned while the block sets up.
+class UnitWalk {
+ public:
+  explicit __device__ __forceinline__ UnitWalk(const TileGrid& grid)
+      : grid_(grid), step_(device::ClusterCount()), unit_(device::ClusterIndex()), index_(TileAt(grid, unit_)) {}
+
+  __device__ __forceinline__ const TileIndex& index() const { return index_; }
+  __device__ __forceinline__ bool last() const { return unit_ + step_ >= grid_.tiles; }
+  __device__ __forceinline__ void Next() {
+    unit_ += step_;
+    index_ = TileAt(grid_, unit_);
+  }
+
+ private:
+  const TileGrid& grid_;
+  std::uint32_t step_;
+  std::uint32_t unit_;
+  TileIndex index_;
+};
+
+// One thread: fills stage after stage with the block's slice of all tiles, and lends stages for each tile's exchange.
+template <typename Config>
+class SliceProducer {
+ public:
+  using Tile = typename Config::Tile;
+  using Stages = typename Config::Stages;
+  using Sums = typename Config::Sums;
+
+  __device__ __forceinline__ SliceProducer(const CUtensorMap& a_map, const CUtensorMap& b_map, const Stages& ring,
+                                           const SlicePlace& place)
+      : a_map_(a_map), b_map_(b_map), ring_(ring), place_(place) {
+    for (std::uint32_t tile = 0; tile < place.abreast; ++tile) {
+      abreast_mask_ |= static_cast<std::uint16_t>(1U << place.OfTile(tile));
+    }
+  }
+
+  // Of the tile with batch coordinates `a_box` and `b_box`, a row of A and one of B.
+  __device__ __forceinline__ void Fill(const Slice& slice, const device::TensorCoordinates& a_box,
+                                       const device::TensorCoordinates& b_box, std::int32_t a_row, std::int32_t b_row) {
+    for (std::uint32_t i = 0; i < slice.count; ++i) {
+      const auto k = static_cast<std::int32_t>((slice.first + i) * Tile::kK);
+      WaitForStage();
+      const std::uint32_t full = ring_.Full(at_.stage);
+      device::MbarrierArriveExpect(full, Stages::kStageBytes);
+      const auto copy_b = [&](std::uint32_t destination, const device::TensorCoordinates& box) {
+        device::TmaLoad(destination, &b_map_, full, box);
+      };
+      Config::B::Load(ring_.A(at_.stage), b_box, b_row, k, 0, Tile::kN, copy_b);
+      FetchA(a_box, a_row, k, full);
+      at_.Advance();
+    }
+  }
+
+  // Stages for what the consumers send, without bytes.
+  __device__ __forceinline__ void Lend() {
+    TakeBack();
+    lent_stage_ = at_.stage;
+    lent_ = true;
+    for (int i = 0; i < Sums::kLentStages; ++i) {
+      WaitForFree();
+      device::MbarrierArrive(ring_.Full(at_.stage));
+      at_.Advance();
+    }
+  }
+
+  // Other blocks' last arrivals are on their way here, and this block's memory must not go before they have come.
+  // Stages that are lent are of the last tile, and nobody will give them back.
+  __device__ __forceinline__ void Finish() {
+    for (int i = lent_ ? Sums::kLentStages : 0; i < Stages::kStages; ++i) {
+      WaitForFree();
+      at_.Advance();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void FetchA(const device::TensorCoordinates& box, std::int32_t row, std::int32_t k,
+                                         std::uint32_t full) const {
+    if (Config::kAbreast == 1 || place_.abreast == 1) {
+      const auto copy = [&](std::uint32_t destination, const device::TensorCoordinates& part) {
+        device::TmaLoad(destination, &a_map_, full, part);
+      };
+      Config::A::Load(ring_.B(at_.stage), box, row, k, 0, Tile::kM, copy);
+    } else {
+      const auto copy = [&](std::uint32_t destination, const device::TensorCoordinates& part) {
+        device::TmaLoadMulticast(destination, &a_map_, full, part, abreast_mask_);
+      };
+      constexpr std::uint32_t kShare = Tile::kM / Config::kAbreast;
+      Config::A::Load(ring_.B(at_.stage), box, row, k, place_.tile * kShare, kShare, copy);
+    }
+  }
+
+  __device__ __forceinline__ void WaitForFree() const { device::MbarrierWait(ring_.Empty(at_.stage), at_.parity ^ 1U); }
+
+  __device__ __forceinline__ void WaitForStage() {
+    if (lent_ && at_.stage == lent_stage_) TakeBack();
+    WaitForFree();
+  }
+
+  // The lent stages are free when all that was sent has come, which the blocks that add it up say. All blocks that copy
+  // into the stages hear it from here, in the consumers' place.
+  __device__ __forceinline__ void TakeBack() {
+    if (!lent_) return;
+    device::MbarrierWait(SliceSums<Config>::ReadBarrier(ring_), read_parity_);
+    read_parity_ ^= 1U;
+    lent_ = false;
+    for (int i = 0; i < Sums::kLentStages; ++i) {
+      const std::uint32_t empty = ring_.Empty((lent_stage_ + i) % Stages::kStages);
+      for (std::uint32_t tile = 0; tile < place_.abreast; ++tile) {
+        device::MbarrierArriveInBlock(device::InBlock(empty, place_.OfTile(tile)), kConsumerWarps);
+      }
+    }
+  }
+
+  const CUtensorMap& a_map_;
+  const CUtensorMap& b_map_;
+  Stages ring_;
+  SlicePlace place_;
+  std::uint16_t abreast_mask_ = 0;
+  RingPosition<Stages::kStages> at_;
+  int lent_stage_ = 0;
+  bool lent_ = false;
+  std::uint32_t read_parity_ = 0;
+};
+
+template <typename Config>
+__device__ __forceinline__ void ProduceSlices(const CUtensorMap& a_map, const CUtensorMap& b_map,
+                                              const GemmParams& params, const TileGrid& grid, const SlicePlace& place,
+                                              const typename Config::Stages& ring, UnitWalk& walk) {
+  using Tile = typename Config::Tile;
+  const Slice slice = SliceOf(grid.k_tiles, place);
+  SliceProducer<Config> producer(a_map, b_map, ring, place);
+  for (;;) {
+    const TileIndex& index = walk.index();
+    producer.Fill(slice, BatchCoordinates(params.a, index), BatchCoordinates(params.b, index),
+                  static_cast<std::int32_t>(index.m * Tile::kM),
+                  static_cast<std::int32_t>((index.n * place.abreast + place.tile) * Tile::kN));
+    if (place.slices > 1) producer.Lend();
+    if (walk.last()) break;
+    walk.Next();
+  }
+  device::LetNextGridStart();
+  if (Config::kAbreast > 1) producer.Finish();
+}
+
+// How D is written, found by the host.
+struct SliceOutput {
+  DType type;
+  bool vectors;  // four neighbours of a row at once, aligned to their size
+};
+
+inline SliceOutput SliceOutputOf(DType type, const GemmParams& params) {
+  constexpr std::int64_t kElements = 4;
+  const std::uintptr_t bytes = kElements * DTypeBytes(type);
+  bool vectors = (params.n <= 1 || params.d.col_stride == 1) &&
+                 reinterpret_cast<std::uintptr_t>(params.d.data) % bytes == 0 &&
+                 (params.m <= 1 || params.d.row_stride % kElements == 0);
+  for (int i = 0; i < kGemmBatchDimsMax; ++i) {
+    if (params.batch_shape[i] > 1 && params.d.batch_stride[i] % kElements != 0) vectors = false;
+  }
+  return {.type = type, .vectors = vectors};
+}
+
+// Four values of a row of D; those from `columns` on are outside.
+template <DType kOut>
+__device__ __forceinline__ void StoreGroup(const GemmParams& params, std::int64_t at, std::int64_t columns,
+                                           bool vectors, const float (&value)[4]) {
+  using Out = cuda::Output<kOut>;
+  auto* const d = static_cast<typename Out::Element*>(params.d.data) + at;
+  if (vectors && columns >= 4) {
+    struct alignas(4 * sizeof(typename Out::Element)) Group {
+      typename Out::Element element[4];
+    };
+    *reinterpret_cast<Group*>(d) = {Out::Round(value[0]), Out::Round(value[1]), Out::Round(value[2]),
+                                    Out::Round(value[3])};
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if (j < columns) d[j * params.d.col_stride] = Out::Round(value[j]);
+  }
+}
+
+// Scales and bias of the elements of a SumBlock; of those outside of D, nothing is read.
+struct SumFactors {
+  float a_scale[2];
+  float b_scale[2][4];
+  float bias[2][4];
+};
+
+__device__ __forceinline__ SumFactors FactorsAt(const GemmParams& params, std::int64_t m, std::int64_t n) {
+  SumFactors factors;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) factors.a_scale[i] = m + i < params.m ? cuda::ScaleAt(params.a_scale, m + i) : 0.0F;
+#pragma unroll
+  for (int group = 0; group < 2; ++group) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const std::int64_t column = n + group * 8 + j;
+      const bool inside = column < params.n;
+      factors.b_scale[group][j] = inside ? cuda::ScaleAt(params.b_scale, column) : 0.0F;
+      factors.bias[group][j] = inside && params.bias.data != nullptr ? cuda::BiasAt(params.bias, column) : 0.0F;
+    }
+  }
+  return factors;
+}
+
+// As cuda::Finish, which adds no bias where there is none: -0 stays.
+template <typename Block>
+__device__ __forceinline__ void StoreBlock(const GemmParams& params, const SliceOutput& output,
+                                           std::int64_t batch_offset, std::int64_t m, std::int64_t n,
+                                           const SumFactors& factors, const Block& block) {
+#pragma unroll
+  for (int i = 0; i < Block::kRows; ++i) {
+    if (m + i >= params.m) continue;
+#pragma unroll
+    for (int group = 0; group < Block::kGroups; ++group) {
+      const std::int64_t column = n + group * Block::kGroupStep;
+      float value[Block::kColumns];
+#pragma unroll
+      for (int j = 0; j < Block::kColumns; ++j) {
+        value[j] = __fmul_rn(__fmul_rn(block.At(i, group, j), factors.a_scale[i]), factors.b_scale[group][j]);
+        if (params.bias.data != nullptr) value[j] = __fadd_rn(value[j], factors.bias[group][j]);
+      }
+      const std::int64_t at = batch_offset + (m + i) * params.d.row_stride + column * params.d.col_stride;
+      if (output.type == DType::kBf16) {
+        StoreGroup<DType::kBf16>(params, at, params.n - column, output.vectors, value);
+      } else {
+        StoreGroup<DType::kF32>(params, at, params.n - column, output.vectors, value);
+      }
+    }
+  }
+}
+
+// The block's part of one tile of D.
+template <typename Config>
+__device__ __forceinline__ void StoreSums(const GemmParams& params, const TileIndex& index, const SlicePlace& place,
+                                          const SliceOutput& output, std::uint32_t warp, std::uint32_t rows, bool last,
+                                          SliceSums<Config>& sums) {
+  using Tile = typename Config::Tile;
+  const std::int64_t m0 = std::int64_t{index.m} * Tile::kM;
+  const std::int64_t n0 = (std::int64_t{index.n} * place.abreast + place.tile) * Tile::kN;
+  std::int64_t batch_offset = 0;
+  for (int i = 0; i < kGemmBatchDimsMax; ++i) batch_offset += index.batch[i] * params.d.batch_stride[i];
+  sums.Receive(
+      warp, rows, last,
+      [&](std::uint32_t row, std::uint32_t column) { return FactorsAt(params, m0 + row, n0 + column); },
+      [&](const SumFactors& factors, std::uint32_t row, std::uint32_t column,
+          const typename SliceSums<Config>::Block& block) {
+        StoreBlock(params, output, batch_offset, m0 + row, n0 + column, factors, block);
+      });
+}
+
+// One consumer warpgroup: its part of all tiles of the block.
+template <typename Config>
+__device__ __forceinline__ void ConsumeSlices(const GemmParams& params, const TileGrid& grid, const SliceOutput& output,
+                                              const SlicePlace& place, const typename Config::Stages& ring,
+                                              UnitWalk& walk, int warp) {
+  using Pair = typename Config::Pair;
+  using Stages = typename Config::Stages;
+  using Tile = typename Config::Tile;
+  const std::uint32_t offset = warp / 4 * device::WgmmaFragment::kRows * device::kSwizzleRowBytes;
+  // Lane l of each warp tells the block with tile l of those abreast.
+  const std::uint32_t lane = threadIdx.x % 32;
+  const std::uint32_t empty = device::InBlock(ring.Empty(0), place.OfTile(lane < place.abreast ? lane : 0));
+  const auto release = [&](int stage) {
+    if constexpr (Config::kAbreast == 1) {
+      if (lane == 0) device::MbarrierArrive(ring.Empty(stage));
+    } else {
+      if (lane < place.abreast) device::MbarrierArriveInBlock(empty + stage * device::kMbarrierBytes);
+    }
+  };
+  const Slice slice = SliceOf(grid.k_tiles, place);
+  SliceSums<Config> sums(ring, place);
+  RingPosition<Stages::kStages> at;
+  for (;;) {
+    typename Config::Accumulator acc[Config::kAccumulators];
+    if constexpr (Config::kInTwoLevels) {
+      MultiplyInTwoLevels<Pair, typename Config::B, typename Config::A>(ring, at, offset, slice.count, release, acc);
+    } else {
+      MultiplyThroughout<Pair, typename Config::B, typename Config::A>(ring, at, offset, slice.count, release, acc);
+    }
+    const TileIndex& index = walk.index();
+    const auto rows =
+        static_cast<std::uint32_t>(min(params.m - std::int64_t{index.m} * Tile::kM, std::int64_t{Tile::kM}));
+    sums.Send(acc, warp, rows, at);
+    StoreSums<Config>(params, index, place, output, warp, rows, walk.last(), sums);
+    if (walk.last()) break;
+    walk.Next();
+  }
+}
+
+template <typename Config>
+__global__ void __launch_bounds__(kBlockThreads, 1)
+    SliceGemmKernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
+                    const __grid_constant__ GemmParams params, const __grid_constant__ TileGrid grid,
+                    const SliceOutput output, const std::uint32_t slices) {
+  extern __shared__ unsigned char dynamic_shared[];
+  const typename Config::Stages ring(dynamic_shared);
+  const std::uint32_t blocks = device::ClusterBlocks();
+  const std::uint32_t rank = device::ClusterRank();
+  const SlicePlace place = {
+      .slice = rank & (slices - 1), .slices = slices, .tile = rank / slices, .abreast = blocks / slices};
+  // The producer's first copies would wait for the maps; they are the launch's own, so no grid ahead writes them.
+  if (threadIdx.x == kConsumers * kWarpgroupThreads && grid.k_tiles > 0) {
+    device::PrefetchTensorMap(&a_map);
+    device::PrefetchTensorMap(&b_map);
+  }
+  if (threadIdx.x == 0) {
+    ring.Init(kConsumerWarps * place.abreast);
+    SliceSums<Config>::Init(ring, place);
+    device::FenceMbarrierInit();
+  }
+  UnitWalk walk(grid);
+  __syncwarp();
+  // Before a block copies or sends to another, that one must have its barriers.
+  device::ClusterBarrier();
+  device::WaitForGridAhead();
+  // Read from one lane, so that the compiler sees that a warp has one role.
+  const int warp = __shfl_sync(0xFFFFFFFFU, static_cast<int>(threadIdx.x) / 32, 0);
+  if (warp < kConsumerWarps) {
+    device::RaiseRegisters<kConsumerRegisters>();
+    ConsumeSlices<Config>(params, grid, output, place, ring, walk, warp);
+  } else {
+    device::LowerRegisters<kProducerRegisters>();
+    if (warp == kConsumerWarps && device::ElectOne()) {
+      ProduceSlices<Config>(a_map, b_map, params, grid, place, ring, walk);
+    }
+  }
+  __syncwarp();  // the producer's warp has gone two ways
+  // A block's shared memory stays until what it has sent has come and the others have sent their last arrival.
+  device::ClusterBarrier();
+}
+
+template <DType kA, DType kB, DType kOut, Accumulation kAccumulation, GemmLayout kLayout, typename Tile>
+struct SliceGemm {
+  static_assert(AContiguousAlongK(kLayout), "16 rows of A are no panel");
+  // Where reading B is what takes time, moving fp8 sums to float32 costs none: both accumulations are the exact one.
+  using Config = SliceConfig<kA, kB, kLayout, HasAccumulationChoice(kA, kB), Tile>;
+
+  static cudaError_t Prepare(KernelFacts& facts) {
+    return PrepareKernel(&SliceGemmKernel<Config>, Config::Stages::kSharedBytes, kBlockThreads, facts);
+  }
+
+  static cudaError_t Launch(const GemmParams& params, const LaunchShape& shape, const LaunchContext& context) {
+    constexpr GemmClass kClass = {.a = kA, .b = kB, .out = kOut, .accumulation = kAccumulation, .layout = kLayout};
+    if (!LegalClusterSplit(shape.split) || shape.raster < 0) return cudaErrorInvalidValue;
+    if (!GemmIllegal(params, kClass, Tile::kM, Tile::kN).empty()) return cudaErrorInvalidValue;
+    // By default all tiles of M of one column after another, so that B is read once.
+    const std::uint32_t raster = shape.raster == 0 ? kGridTilesLimit - 1 : static_cast<std::uint32_t>(shape.raster);
+    const auto slices = static_cast<std::uint32_t>(shape.split);
+    const std::uint32_t abreast = AbreastFor(params, shape.split);
+    const TileGrid grid = GridOf(params, Tile::kM, std::int64_t{abreast} * Tile::kN, Tile::kK, raster);
+    if (grid.tiles == 0) return cudaSuccess;
+    CUtensorMap a_map = {};
+    CUtensorMap b_map = {};
+    if (grid.k_tiles > 0) {
+      cudaError_t error =
+          device::FindTensorMap(Config::A::Map(params.a, params.m, params.k, params.batch_shape), a_map);
+      if (error != cudaSuccess) return error;
+      error = device::FindTensorMap(Config::B::Map(params.b, params.n, params.k, params.batch_shape), b_map);
+      if (error != cudaSuccess) return error;
+    }
+    const GridShape launch = {.units = grid.tiles,
+                              .cluster = slices * abreast,
+                              .threads = kBlockThreads,
+                              .shared_bytes = Config::Stages::kSharedBytes};
+    return LaunchPersistent(&SliceGemmKernel<Config>, launch, context.stream, a_map, b_map, params, grid,
+                            SliceOutputOf(kOut, params), slices);
+  }
+
+ private:
+  // As many as a cluster may have, if the problem has them and leaves no more blocks idle so: pairs of tiles may need
+  // another round of clusters.
+  static std::uint32_t AbreastFor(const GemmParams& params, int slices) {
+    if (slices * Config::kAbreast > kClusterLimit || params.n <= Tile::kN) return 1;
+    const auto rounds = [&](int abreast) {
+      const std::int64_t units = CountTiles(params, Tile::kM, std::int64_t{abreast} * Tile::kN);
+      const std::int64_t at_once = ClustersAtOnce(kProcessors, slices * abreast);
+      return (units + at_once - 1) / at_once;
+    };
+    return rounds(Config::kAbreast) <= rounds(1) ? Config::kAbreast : 1;
+  }
+
+  static constexpr int kProcessors = 132;  // of the Hoppers that this is tuned for
+};
+
+}  // namespace tessera::kernels::sm90a
