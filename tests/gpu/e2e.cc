@@ -28,6 +28,7 @@
 #include "tests/gpu/e2e_daemon.h"
 #include "tests/gpu/e2e_handover.h"
 #include "tests/gpu/e2e_lifetimes.h"
+#include "tests/gpu/e2e_order_random.h"
 #include "tests/gpu/e2e_process.h"
 #include "tests/gpu/e2e_report.h"
 
@@ -161,9 +162,11 @@ class EnvironmentRun {
 
   absl::StatusOr<Process> StartClient(const std::string& job, const std::string& result, const std::string& board = {},
                                       int cycles = 0) {
+    std::vector<std::string> environment = variables_;
+    environment.push_back("TESSERA_TEST_SEED=" + std::to_string(options_.seed));
     return Process::Start({.command = {SelfPath(), "--client", job, "--socket", daemon_->socket(), "--result", result,
                                        "--board", board, "--cycles", std::to_string(cycles)},
-                           .environment = variables_,
+                           .environment = std::move(environment),
                            .log = scratch_.File(absl::StrCat(prefix_, "-", job, ".log")),
                            .pid_number = environment_.client_pid});
   }
@@ -226,6 +229,7 @@ class EnvironmentRun {
     for (const char* const job : {"sub-buffers", "reused-address", "released-running", "shared", "order", "producer"}) {
       RunJob(job);
     }
+    RunJob(std::string(kOrderRandomJob));
     RunJob("import-cycles", {}, environment_.mps ? kCyclesWithMps : kCycles);
   }
 
@@ -348,5 +352,6 @@ int main(int argc, char** argv) {
   app.add_option("--cycles", client.cycles)->group("");
   CLI11_PARSE(app, argc, argv);
   if (IsHandoverJob(client.job)) return RunHandoverJob(client);
+  if (client.job == kOrderRandomJob) return RunOrderRandomJob(client);
   return client.job.empty() ? Main(options) : RunClient(client);
 }
