@@ -22,7 +22,8 @@ constexpr std::int64_t kOpen = std::numeric_limits<std::int64_t>::max();
 // What a band asks beside extents.
 enum class When : std::uint8_t {
   kAlways,
-  kPartial,    // fewer tiles than three in four processors: the others would idle
+  kPartial,    // fewer tiles than half the processors
+  kEvenly,     // tiles for most processors, in rounds of which little is left over
   kLeastTime,  // no other recipe of whole tiles of the same tree takes less time
 };
 
@@ -40,15 +41,18 @@ struct DegradedBand {
 
 // CPU bands. Packing a panel costs more than 16 x 16 x 64 products; one or two tiles of a long K leave threads idle
 // unless K is split; everything else is whole tiles.
-// CUDA bands. The Hopper tree first, where it can address the operands. To 64 rows reading B is what takes time: the
-// least tile that has all rows, in slices of K. Then slices wherever whole tiles would leave processors idle, and else
-// the wide tile unless its last round is too empty. Of the portable tiles, the small one where a tall one would be
-// mostly empty.
+// CUDA bands. The Hopper tree first, where it can address the operands. To 64 rows reading B is what takes time: strips
+// with all of K for the fewest rows, where they fall evenly to the processors (with more rows than 8, reading A for
+// each strip of 32 columns from L2 takes as long as B from memory), else the least tile that has all rows, in slices of
+// K. Then slices wherever whole tiles would leave processors idle, and else the wide tile unless its last round is too
+// empty. Of the portable tiles, the small one where a tall one would be mostly empty.
 constexpr DegradedBand kDegradedBands[] = {
     {Backend::kCpu, 16, 16, -1, 64, "reference"},
     {Backend::kCpu, 96, 96, 1024, kOpen, "splitk_48x48x512"},
     {Backend::kCpu, kOpen, kOpen, -1, kOpen, "blocked_96x96x256"},
     {Backend::kCpu, kOpen, kOpen, -1, kOpen, "reference"},
+    {Backend::kCuda, 8, kOpen, -1, kOpen, "narrow_16x32x128_s18", When::kEvenly},
+    {Backend::kCuda, 8, kOpen, -1, kOpen, "narrow_16x32x256_s18", When::kEvenly},
     {Backend::kCuda, 16, kOpen, -1, kOpen, "slices_16x128x64_s12"},
     {Backend::kCuda, 16, kOpen, -1, kOpen, "slices_16x128x128_s12"},
     {Backend::kCuda, 32, kOpen, -1, kOpen, "slices_32x128x64_s10"},
@@ -109,7 +113,9 @@ bool CanRun(const GemmVariant& variant, const GemmProblem& problem, const Device
 }
 
 bool IsWholeTiles(const GemmVariant& variant) {
-  return variant.info.arch == kernels::Arch::kSm90a && variant.info.workspace == kernels::WorkspaceRule::kNone;
+  constexpr int kRows = 128;  // of the recipes that are not for few rows
+  return variant.info.arch == kernels::Arch::kSm90a && variant.info.workspace == kernels::WorkspaceRule::kNone &&
+         variant.tile.m == kRows;
 }
 
 // `others`: the variants of the problem's class.
@@ -119,7 +125,12 @@ bool Holds(When when, const GemmVariant& variant, std::span<const GemmVariant> c
     case When::kAlways:
       return true;
     case When::kPartial:
-      return 4 * CountTiles(problem, variant.tile.m, variant.tile.n) < 3 * std::max(1, facts.processors);
+      return 2 * CountTiles(problem, variant.tile.m, variant.tile.n) < std::max(1, facts.processors);
+    case When::kEvenly: {
+      const std::int64_t processors = std::max(1, facts.processors);
+      const std::int64_t tiles = CountTiles(problem, variant.tile.m, variant.tile.n);
+      return 20 * tiles >= 17 * CeilDiv(tiles, processors) * processors;
+    }
     case When::kLeastTime: {
       const std::int64_t time = WholeTileTime(variant, problem, facts);
       return std::none_of(others.begin(), others.end(), [&](std::size_t other) {
@@ -130,29 +141,25 @@ bool Holds(When when, const GemmVariant& variant, std::span<const GemmVariant> c
   return false;
 }
 
-// Slices for the blocks of a cluster. A round of all processors reads at the speed of memory; the last one does as long
-// as kSaturating of them are at work. The time is in slices of one processor's share of that speed; the least wins, of
-// equals the fewest slices. A slice is no shorter than what fills the pipeline once.
+// Slices for the blocks of a cluster. Many rounds of tiles need none. Else two: a round is over when its slowest block
+// is, and shorter slices end closer together (bf16, one row, N = 12288 and 22016, K = 4096: 33 and 51 us with one, 29
+// and 47 with two). More only for tiles so few that two slices of each do not saturate memory: a processor alone reads
+// 86 GB/s (32 blocks, N = K = 4096: 12 us of reading), so two in five of them do, and clusters of four or eight do not
+// find room on all processors, whose groups have sizes that these do not divide. A slice is no shorter than what fills
+// the pipeline once.
 int ClusterSplitFor(const GemmVariant& variant, const GemmProblem& problem, const DeviceFacts& facts) {
   constexpr std::int64_t kLeastSteps = 4;
   const std::int64_t processors = std::max(1, facts.processors);
-  const std::int64_t saturating = CeilDiv(3 * processors, 4);
+  const std::int64_t saturating = CeilDiv(2 * processors, 5);
   const std::int64_t tiles = CountTiles(problem, variant.tile.m, variant.tile.n);
   const std::int64_t steps = CeilDiv(problem.k, variant.tile.k);
-  int best = 1;
-  std::int64_t best_time = std::numeric_limits<std::int64_t>::max();
-  for (int split = 1; split <= kernels::kClusterLimit; split *= 2) {
-    if (split > 1 && steps < kLeastSteps * split) break;
-    const std::int64_t at_once = kernels::ClustersAtOnce(static_cast<int>(processors), split);
-    const std::int64_t rest = tiles % at_once * split;
-    const std::int64_t last = rest == 0 ? 0 : std::max(rest, saturating);
-    const std::int64_t time = (tiles / at_once * at_once * split + last) * (kernels::kClusterLimit / split);
-    if (time < best_time) {
-      best = split;
-      best_time = time;
-    }
+  if (tiles == 0 || tiles >= 2 * processors) return 1;
+  int split = 1;
+  while (split < kernels::kClusterLimit && (split < 2 || tiles * split < saturating) &&
+         steps >= 2 * kLeastSteps * split) {
+    split *= 2;
   }
-  return best;
+  return split;
 }
 
 // Enough slices to give each processor two, none shorter than one K block of the tile.

@@ -9,6 +9,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 
 #include "common/dtype.h"
@@ -429,7 +430,13 @@ struct SliceGemm {
       error = device::FindTensorMap(Config::B::Map(params.b, params.n, params.k, params.batch_shape), b_map);
       if (error != cudaSuccess) return error;
     }
-    const GridShape launch = {.units = grid.tiles,
+    // A cluster that the device does not hold beside the others would begin when these have done all their tiles.
+    std::uint32_t held = grid.tiles;
+    if (slices * abreast > 2) {
+      const cudaError_t error = ClustersHeld(slices * abreast, held);
+      if (error != cudaSuccess) return error;
+    }
+    const GridShape launch = {.units = std::min(grid.tiles, held),
                               .cluster = slices * abreast,
                               .threads = kBlockThreads,
                               .shared_bytes = Config::Stages::kSharedBytes};
@@ -438,19 +445,48 @@ struct SliceGemm {
   }
 
  private:
-  // As many as a cluster may have, if the problem has them and leaves no more blocks idle so: pairs of tiles may need
-  // another round of clusters.
+  // Clusters of more than two blocks do not all run at once, so tiles come abreast where K is in one slice. Not if
+  // pairs of tiles need another round of blocks.
   static std::uint32_t AbreastFor(const GemmParams& params, int slices) {
-    if (slices * Config::kAbreast > kClusterLimit || params.n <= Tile::kN) return 1;
+    constexpr int kBlocks = 2;
+    if (slices * Config::kAbreast > kBlocks || params.n <= Tile::kN) return 1;
     const auto rounds = [&](int abreast) {
       const std::int64_t units = CountTiles(params, Tile::kM, std::int64_t{abreast} * Tile::kN);
-      const std::int64_t at_once = ClustersAtOnce(kProcessors, slices * abreast);
+      const std::int64_t at_once = ClustersAtOnce(kProcessors, abreast);
       return (units + at_once - 1) / at_once;
     };
     return rounds(Config::kAbreast) <= rounds(1) ? Config::kAbreast : 1;
   }
 
   static constexpr int kProcessors = 132;  // of the Hoppers that this is tuned for
+
+  // How many clusters of that many blocks the device holds, which depends on how many processors each of its parts has.
+  static cudaError_t ClustersHeld(std::uint32_t blocks, std::uint32_t& held) {
+    constexpr int kDevices = 16;
+    static std::atomic<std::uint32_t> known[kDevices][kClusterLimit + 1] = {};
+    int ordinal = 0;
+    cudaError_t error = cudaGetDevice(&ordinal);
+    if (error != cudaSuccess) return error;
+    held = ordinal < kDevices ? known[ordinal][blocks].load(std::memory_order_relaxed) : 0;
+    if (held > 0) return cudaSuccess;
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = blocks;
+    attribute.val.clusterDim.y = 1;
+    attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(blocks);
+    config.blockDim = dim3(kBlockThreads);
+    config.dynamicSmemBytes = Config::Stages::kSharedBytes;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    int clusters = 0;
+    error = cudaOccupancyMaxActiveClusters(&clusters, &SliceGemmKernel<Config>, &config);
+    if (error != cudaSuccess) return error;
+    held = clusters > 0 ? static_cast<std::uint32_t>(clusters) : 1;
+    if (ordinal < kDevices) known[ordinal][blocks].store(held, std::memory_order_relaxed);
+    return cudaSuccess;
+  }
 };
 
 }  // namespace tessera::kernels::sm90a
