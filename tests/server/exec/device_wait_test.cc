@@ -21,6 +21,21 @@ using std::chrono::steady_clock;
 using ::testing::HasSubstr;
 
 class DeviceWaitTest : public ::testing::Test {
+ public:
+  ~DeviceWaitTest() override {
+    table_.EndAllSessions(SessionEnd::kDrained);
+    EXPECT_TRUE(executor_->AwaitIdle(kTestPatience));
+    stop_ = true;
+    ticks_.join();
+    EXPECT_TRUE(AwaitIdle(reaper_));
+    lane_.reset();
+    plain_.reset();
+    session_.reset();
+    executor_.reset();
+  }
+  DeviceWaitTest(const DeviceWaitTest&) = delete;
+  DeviceWaitTest& operator=(const DeviceWaitTest&) = delete;
+
  protected:
   explicit DeviceWaitTest(milliseconds gpu_wait_timeout = std::chrono::hours(1))
       : executor_(std::make_unique<Executor>(Devices(), std::nullopt,
@@ -35,18 +50,6 @@ class DeviceWaitTest : public ::testing::Test {
             std::this_thread::sleep_for(milliseconds(5));
           }
         }) {}
-
-  ~DeviceWaitTest() override {
-    table_.EndAllSessions(SessionEnd::kDrained);
-    EXPECT_TRUE(executor_->AwaitIdle(kTestPatience));
-    stop_ = true;
-    ticks_.join();
-    EXPECT_TRUE(AwaitIdle(reaper_));
-    lane_.reset();
-    plain_.reset();
-    session_.reset();
-    executor_.reset();
-  }
 
   static std::vector<std::unique_ptr<Device>> Devices() {
     std::vector<std::unique_ptr<Device>> devices;

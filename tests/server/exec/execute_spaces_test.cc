@@ -84,16 +84,20 @@ struct Operands {
 };
 
 class ExecuteSpacesTest : public ::testing::Test {
- protected:
-  ExecuteSpacesTest() : ExecuteSpacesTest(std::vector<std::string>{kFakeGpu}) {}
-  // GPUs before the CPU, as in the daemon.
-  explicit ExecuteSpacesTest(const std::vector<std::string>& gpus)
-      : executor_(std::make_unique<Executor>(Devices(gpus), std::nullopt, kRoomy, metrics_)) {}
+ public:
   ~ExecuteSpacesTest() override {
     table_.EndAllSessions(SessionEnd::kDrained);
     EXPECT_TRUE(AwaitIdle(reaper_));
     executor_.reset();
   }
+  ExecuteSpacesTest(const ExecuteSpacesTest&) = delete;
+  ExecuteSpacesTest& operator=(const ExecuteSpacesTest&) = delete;
+
+ protected:
+  ExecuteSpacesTest() : ExecuteSpacesTest(std::vector<std::string>{kFakeGpu}) {}
+  // GPUs before the CPU, as in the daemon.
+  explicit ExecuteSpacesTest(const std::vector<std::string>& gpus)
+      : executor_(std::make_unique<Executor>(Devices(gpus), std::nullopt, kRoomy, metrics_)) {}
 
   std::vector<std::unique_ptr<Device>> Devices(const std::vector<std::string>& gpus) {
     std::vector<std::unique_ptr<Device>> devices;

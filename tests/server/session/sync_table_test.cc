@@ -384,7 +384,7 @@ TEST_F(SyncTableTest, PrincipalsToShareWith) {
   for (std::size_t i = 0; i < SessionTable::kSharesMax; ++i) principals.push_back("uid:" + std::to_string(i));
   MakeTimeline(*session, {.shared_with = principals});
   principals.push_back(kBensPrincipal);
-  const auto expect_refused = [&](std::vector<std::string> shared_with) {
+  const auto expect_refused = [&](const std::vector<std::string>& shared_with) {
     for (const bool exported : {false, true}) {
       const absl::Status status =
           table_.CreateTimeline(*session, {.shared_with = shared_with, .exported = exported}).status();
