@@ -23,7 +23,7 @@ constexpr std::int64_t kOpen = std::numeric_limits<std::int64_t>::max();
 enum class When : std::uint8_t {
   kAlways,
   kPartial,    // fewer tiles than half the processors
-  kEvenly,     // tiles for most processors, in rounds of which little is left over
+  kBusy,       // tiles that keep memory busy to the end, or nearly so
   kLeastTime,  // no other recipe of whole tiles of the same tree takes less time
 };
 
@@ -42,17 +42,17 @@ struct DegradedBand {
 // CPU bands. Packing a panel costs more than 16 x 16 x 64 products; one or two tiles of a long K leave threads idle
 // unless K is split; everything else is whole tiles.
 // CUDA bands. The Hopper tree first, where it can address the operands. To 64 rows reading B is what takes time: strips
-// with all of K for the fewest rows, where they fall evenly to the processors (with more rows than 8, reading A for
-// each strip of 32 columns from L2 takes as long as B from memory), else the least tile that has all rows, in slices of
-// K. Then slices wherever whole tiles would leave processors idle, and else the wide tile unless its last round is too
-// empty. Of the portable tiles, the small one where a tall one would be mostly empty.
+// with all of K for the fewest rows, where there are enough of them (with more rows than 8, reading A for each strip of
+// 32 columns from L2 takes as long as B from memory), else the least tile that has all rows, in slices of K. Then slices
+// wherever whole tiles would leave processors idle, and else the wide tile unless its last round is too empty. Of the
+// portable tiles, the small one where a tall one would be mostly empty.
 constexpr DegradedBand kDegradedBands[] = {
     {Backend::kCpu, 16, 16, -1, 64, "reference"},
     {Backend::kCpu, 96, 96, 1024, kOpen, "splitk_48x48x512"},
     {Backend::kCpu, kOpen, kOpen, -1, kOpen, "blocked_96x96x256"},
     {Backend::kCpu, kOpen, kOpen, -1, kOpen, "reference"},
-    {Backend::kCuda, 8, kOpen, -1, kOpen, "narrow_16x32x128_s18", When::kEvenly},
-    {Backend::kCuda, 8, kOpen, -1, kOpen, "narrow_16x32x256_s18", When::kEvenly},
+    {Backend::kCuda, 8, kOpen, -1, kOpen, "narrow_16x32x128_s18", When::kBusy},
+    {Backend::kCuda, 8, kOpen, -1, kOpen, "narrow_16x32x256_s18", When::kBusy},
     {Backend::kCuda, 16, kOpen, -1, kOpen, "slices_16x128x64_s12"},
     {Backend::kCuda, 16, kOpen, -1, kOpen, "slices_16x128x128_s12"},
     {Backend::kCuda, 32, kOpen, -1, kOpen, "slices_32x128x64_s10"},
@@ -108,6 +108,12 @@ std::int64_t WholeTileTime(const GemmVariant& variant, const GemmProblem& proble
   return CeilDiv(tiles, std::max(1, facts.processors)) * (variant.tile.n + kReadColumns);
 }
 
+// Processors that read as fast as memory gives, deep rings of copies each: one alone reads 86 GB/s (bf16, 32 blocks,
+// N = K = 4096: 12 us of reading).
+std::int64_t Saturating(const DeviceFacts& facts) {
+  return CeilDiv(2 * std::int64_t{std::max(1, facts.processors)}, 5);
+}
+
 bool CanRun(const GemmVariant& variant, const GemmProblem& problem, const DeviceFacts& facts) {
   return facts.archs.Has(variant.info.arch) && problem.addressable.Has(variant.info.arch);
 }
@@ -126,10 +132,11 @@ bool Holds(When when, const GemmVariant& variant, std::span<const GemmVariant> c
       return true;
     case When::kPartial:
       return 2 * CountTiles(problem, variant.tile.m, variant.tile.n) < std::max(1, facts.processors);
-    case When::kEvenly: {
+    case When::kBusy: {
       const std::int64_t processors = std::max(1, facts.processors);
       const std::int64_t tiles = CountTiles(problem, variant.tile.m, variant.tile.n);
-      return 20 * tiles >= 17 * CeilDiv(tiles, processors) * processors;
+      const std::int64_t idle = std::max<std::int64_t>(0, Saturating(facts) - tiles % processors);
+      return tiles % processors == 0 || 8 * idle <= tiles;
     }
     case When::kLeastTime: {
       const std::int64_t time = WholeTileTime(variant, problem, facts);
@@ -143,14 +150,13 @@ bool Holds(When when, const GemmVariant& variant, std::span<const GemmVariant> c
 
 // Slices for the blocks of a cluster. Many rounds of tiles need none. Else two: a round is over when its slowest block
 // is, and shorter slices end closer together (bf16, one row, N = 12288 and 22016, K = 4096: 33 and 51 us with one, 29
-// and 47 with two). More only for tiles so few that two slices of each do not saturate memory: a processor alone reads
-// 86 GB/s (32 blocks, N = K = 4096: 12 us of reading), so two in five of them do, and clusters of four or eight do not
-// find room on all processors, whose groups have sizes that these do not divide. A slice is no shorter than what fills
-// the pipeline once.
+// and 47 with two). More only for tiles so few that two slices of each do not saturate memory, as clusters of four or
+// eight do not find room on all processors, whose groups have sizes that these do not divide. A slice is no shorter
+// than what fills the pipeline once.
 int ClusterSplitFor(const GemmVariant& variant, const GemmProblem& problem, const DeviceFacts& facts) {
   constexpr std::int64_t kLeastSteps = 4;
   const std::int64_t processors = std::max(1, facts.processors);
-  const std::int64_t saturating = CeilDiv(2 * processors, 5);
+  const std::int64_t saturating = Saturating(facts);
   const std::int64_t tiles = CountTiles(problem, variant.tile.m, variant.tile.n);
   const std::int64_t steps = CeilDiv(problem.k, variant.tile.k);
   if (tiles == 0 || tiles >= 2 * processors) return 1;

@@ -66,9 +66,9 @@ constexpr bool TakesSplit(WorkspaceRule rule) {
 
 inline constexpr int kClusterLimit = 8;  // blocks; more are not portable
 
-// Slices of K that the blocks of a cluster share: powers of two, so that the columns of a tile fall evenly to them.
+// Slices of K that the blocks of a cluster share: as many as leave room for what a block receives.
 constexpr bool LegalClusterSplit(int split) {
-  return split == 1 || split == 2 || split == 4 || split == kClusterLimit;
+  return (split >= 1 && split <= 4) || split == kClusterLimit;
 }
 
 // Clusters of that many blocks that run at once. The multiprocessors of a Hopper come in pairs and, of those that are

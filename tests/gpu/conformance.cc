@@ -108,8 +108,8 @@ void SelectVariants(const Options& options, const Gpu& gpu, Report& report) {
 std::vector<int> SplitsFor(const GemmVariant& variant, const GpuCase& problem) {
   if (!kernels::TakesSplit(variant.info.workspace)) return {1};
   if (problem.Products() > std::int64_t{1} << 28) return {1, 4};
-  // A cluster shares a tile's columns evenly.
-  if (variant.info.workspace == kernels::WorkspaceRule::kCluster) return {1, 2, 4, 8};
+  // All that a cluster may share; three share a tile's columns unevenly.
+  if (variant.info.workspace == kernels::WorkspaceRule::kCluster) return {1, 2, 3, 4, 8};
   return {1, 2, 3, 7};
 }
 

@@ -60,10 +60,8 @@ struct Slice {
 };
 
 __device__ __forceinline__ Slice SliceOf(std::uint32_t k_tiles, const SlicePlace& place) {
-  const int shift = 31 - __clz(static_cast<int>(place.slices));
-  const auto cut = [&](std::uint32_t slice) {
-    return static_cast<std::uint32_t>(std::uint64_t{k_tiles} * slice >> shift);
-  };
+  // K has fewer than 2^25 steps and a cluster 8 slices.
+  const auto cut = [&](std::uint32_t slice) { return k_tiles * slice / place.slices; };
   const std::uint32_t first = cut(place.slice);
   return {.first = first, .count = cut(place.slice + 1) - first};
 }
@@ -369,7 +367,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   const std::uint32_t blocks = device::ClusterBlocks();
   const std::uint32_t rank = device::ClusterRank();
   const SlicePlace place = {
-      .slice = rank & (slices - 1), .slices = slices, .tile = rank / slices, .abreast = blocks / slices};
+      .slice = rank % slices, .slices = slices, .tile = rank / slices, .abreast = blocks / slices};
   // The producer's first copies would wait for the maps; they are the launch's own, so no grid ahead writes them.
   if (threadIdx.x == kConsumers * kWarpgroupThreads && grid.k_tiles > 0) {
     device::PrefetchTensorMap(&a_map);

@@ -16,7 +16,7 @@
 
 namespace tessera::kernels::sm90a {
 
-// A block's part of a cluster: one of `slices` of K, a power of two, of one of `abreast` tiles with neighbouring
+// A block's part of a cluster: one of `slices` of K of one of `abreast` tiles with neighbouring
 // columns of D, which share the rows of A. Blocks of a tile have neighbouring ranks.
 struct SlicePlace {
   std::uint32_t slice;
@@ -31,8 +31,9 @@ struct SlicePlace {
 
 // The partial sums of a tile, kTileRows of D by kTileColumns. A strip is the 16 columns of D of which one warp has the
 // sums; of a strip, 8 rows of D are a chunk: a pair of accumulators of a thread's two columns, of all 32 threads. Block
-// r of S adds strips [r kStrips / S, (r + 1) kStrips / S), and receives them as [slice][strip][chunk][thread] in an
-// area behind the ring. What it sends stands as [strip][chunk][thread] in stages of the ring, which the producer lends.
+// r of S adds strips [r kStrips / S, (r + 1) kStrips / S). All strips of a block, its own and those for others, stand
+// as [strip][chunk][thread] in stages of the ring, which the producer lends; what it receives stands as [slice, less
+// its own][strip][chunk][thread] in an area behind the ring.
 //
 // In a chunk the 16 bytes of thread l stand at l ^ (l / 16 * 4). Then threads that write theirs are in different banks,
 // and so are threads that read four consecutive columns of two rows each (SliceSums::Add).
@@ -44,7 +45,8 @@ struct Exchange {
   static constexpr int kChunks = kTileRows / kChunkRows;  // of a strip
   static constexpr std::uint32_t kChunkBytes = kStripColumns * kChunkRows * 4;
   static constexpr std::uint32_t kStripBytes = kChunks * kChunkBytes;
-  static constexpr std::uint32_t kBytes = kStrips * kStripBytes;  // of all strips of one slice, or of a block's of all
+  static constexpr std::uint32_t kBytes =
+      kStrips * kStripBytes;  // of all strips of one slice, no less than what a block receives
   static constexpr int kLentStages = kBytes <= kStageBytes ? 1 : 2;
   static constexpr int kStageStrips = kStrips / kLentStages;
   static_assert(kStageStrips * kStripBytes <= kStageBytes, "what is sent fits the lent stages");
@@ -96,23 +98,23 @@ class SliceSums {
   using Block = SumBlock<Accumulator>;
 
   __device__ __forceinline__ SliceSums(const Stages& ring, const SlicePlace& place)
-      : ring_(ring), place_(place), strips_(Sums::kStrips / place.slices) {}
+      : ring_(ring), place_(place), first_(FirstStrip(place, place.slice)), strips_(StripsOf(place, place.slice)) {}
 
   static __device__ __forceinline__ std::uint32_t ArrivedBarrier(const Stages& ring) { return ring.Other(0); }
   static __device__ __forceinline__ std::uint32_t ReadBarrier(const Stages& ring) { return ring.Other(1); }
 
   // One thread, as Ring::Init.
   static __device__ __forceinline__ void Init(const Stages& ring, const SlicePlace& place) {
-    device::MbarrierInit(ArrivedBarrier(ring), 1 + Sums::kStrips / place.slices);
+    device::MbarrierInit(ArrivedBarrier(ring), 1 + StripsOf(place, place.slice));
     device::MbarrierInit(ReadBarrier(ring), kConsumerWarps * place.slices);
   }
 
   // The warp's strip of a tile of which `rows` are in D. Takes the lent stages, from `at` on.
   __device__ __forceinline__ void Send(const Accumulator (&acc)[Config::kAccumulators], std::uint32_t warp,
-                                       std::uint32_t rows, RingPosition<Stages::kStages>& at) const {
+                                       std::uint32_t rows, RingPosition<Stages::kStages>& at) {
     const std::uint32_t chunks = ChunksOf(rows);
     if (place_.slices == 1) {
-      Write(acc, ring_.Area() + warp * Sums::kStripBytes, chunks);
+      Write(acc, OwnStrip(warp), chunks);
       __syncwarp();
       return;
     }
@@ -122,20 +124,19 @@ class SliceSums {
       device::MbarrierArriveExpect(arrived, (place_.slices - 1) * strips_ * chunks * Sums::kChunkBytes);
     }
     device::MbarrierWait(ReadBarrier(ring_), parity_ ^ 1U);
-    const std::uint32_t source = LentPlace(warp, at);
-    const std::uint32_t target = warp / strips_;
-    const std::uint32_t place = ring_.Area() + (place_.slice * strips_ + warp % strips_) * Sums::kStripBytes;
+    TakeLent(warp, at);
+    Write(acc, OwnStrip(warp), chunks);
+    const std::uint32_t target = ((warp + 1) * place_.slices - 1) / Sums::kStrips;
     if (target == place_.slice) {
-      Write(acc, place, chunks);
       __syncwarp();
       if (first_lane) device::MbarrierArrive(arrived);
     } else {
-      Write(acc, source, chunks);
       device::FenceAsyncProxy();
       __syncwarp();
       if (first_lane) {
+        const std::uint32_t place = ReceivedStrip(target, place_.slice, warp - FirstStrip(place_, target));
         const std::uint32_t rank = place_.OfSlice(target);
-        device::CopyToBlock(device::InBlock(place, rank), source, chunks * Sums::kChunkBytes,
+        device::CopyToBlock(device::InBlock(place, rank), OwnStrip(warp), chunks * Sums::kChunkBytes,
                             device::InBlock(arrived, rank));
       }
     }
@@ -147,16 +148,20 @@ class SliceSums {
   template <typename Prepare, typename Finish>
   __device__ __forceinline__ void Receive(std::uint32_t warp, std::uint32_t rows, bool last, const Prepare& prepare,
                                           const Finish& finish) {
-    // As many warps as slices share a strip, eight threads a chunk. With one slice that strip is the warp's own.
+    // Eight threads a chunk, of all strips side by side. With one slice, those of the warp's own strip.
     const std::uint32_t lane = threadIdx.x % 32;
-    const std::uint32_t strip = warp / place_.slices;
-    const std::uint32_t column = (place_.slice * strips_ + strip) * Sums::kStripColumns + lane % 8 / 4 * 4;
-    const std::uint32_t chunks = ChunksOf(rows);
-    for (std::uint32_t chunk = warp % place_.slices * 4 + lane / 8; chunk < chunks; chunk += 4 * place_.slices) {
+    const bool alone = place_.slices == 1;
+    const std::uint32_t strips = alone ? 1 : strips_;
+    const std::uint32_t step = alone ? 4 : 4 * kConsumerWarps;
+    const std::uint32_t end = strips * ChunksOf(rows);
+    for (std::uint32_t i = (alone ? 0 : warp * 4) + lane / 8; i < end; i += step) {
+      const std::uint32_t strip = alone ? warp : i % strips;
+      const std::uint32_t chunk = i / strips;
       const std::uint32_t row = chunk * Sums::kChunkRows + lane % 4 * 2;
+      const std::uint32_t column = (first_ + strip) * Sums::kStripColumns + lane % 8 / 4 * 4;
       const auto prepared = prepare(row, column);
-      if (place_.slices > 1) device::MbarrierWait(ArrivedBarrier(ring_), parity_);
-      finish(prepared, row, column, Add(ring_.Area() + strip * Sums::kStripBytes + chunk * Sums::kChunkBytes));
+      if (!alone) device::MbarrierWait(ArrivedBarrier(ring_), parity_);
+      finish(prepared, row, column, Add(strip, chunk * Sums::kChunkBytes));
     }
     if (place_.slices > 1) device::MbarrierWait(ArrivedBarrier(ring_), parity_);  // by warps without a chunk, too
     __syncwarp();
@@ -172,18 +177,37 @@ class SliceSums {
     return (rows + Sums::kChunkRows - 1) / Sums::kChunkRows;
   }
 
-  // Where the warp's strip stands in the lent stages, once they are there.
-  __device__ __forceinline__ std::uint32_t LentPlace(std::uint32_t warp, RingPosition<Stages::kStages>& at) const {
-    std::uint32_t place = 0;
+  static __device__ __forceinline__ std::uint32_t FirstStrip(const SlicePlace& place, std::uint32_t slice) {
+    return slice * Sums::kStrips / place.slices;
+  }
+  static __device__ __forceinline__ std::uint32_t StripsOf(const SlicePlace& place, std::uint32_t slice) {
+    return FirstStrip(place, slice + 1) - FirstStrip(place, slice);
+  }
+
+  // Waits for the lent stage that the warp writes to. Of the others it reads what their warps say they have written.
+  __device__ __forceinline__ void TakeLent(std::uint32_t warp, RingPosition<Stages::kStages>& at) {
 #pragma unroll
     for (int i = 0; i < Sums::kLentStages; ++i) {
       if (warp / Sums::kStageStrips == static_cast<std::uint32_t>(i)) {
         device::MbarrierWait(ring_.Full(at.stage), at.parity);
-        place = ring_.A(at.stage) + warp % Sums::kStageStrips * Sums::kStripBytes;
       }
+      lent_[i] = ring_.A(at.stage);
       at.Advance();
     }
-    return place;
+  }
+
+  // Of this block's slice; by the number in the tile.
+  __device__ __forceinline__ std::uint32_t OwnStrip(std::uint32_t strip) const {
+    if (place_.slices == 1) return ring_.Area() + strip * Sums::kStripBytes;
+    const std::uint32_t stage = strip < Sums::kStageStrips ? lent_[0] : lent_[Sums::kLentStages - 1];
+    return stage + strip % Sums::kStageStrips * Sums::kStripBytes;
+  }
+
+  // Of another slice, in the block that adds those of slice number `block`; by the number among these.
+  __device__ __forceinline__ std::uint32_t ReceivedStrip(std::uint32_t block, std::uint32_t slice,
+                                                         std::uint32_t strip) const {
+    const std::uint32_t other = slice < block ? slice : slice - 1;
+    return ring_.Area() + (other * StripsOf(place_, block) + strip) * Sums::kStripBytes;
   }
 
   static __device__ __forceinline__ void Write(const Accumulator (&acc)[Config::kAccumulators], std::uint32_t strip,
@@ -202,21 +226,25 @@ class SliceSums {
 
   // Threads 4 j + c of the two halves of a warp, c = 0 .. 3, hold column j of their half and rows 2 c and 2 c + 1. Here
   // thread l of eight takes the four columns of half l / 4 and rows of c = l % 4.
-  __device__ __forceinline__ Block Add(std::uint32_t chunk) const {
+  __device__ __forceinline__ Block Add(std::uint32_t strip, std::uint32_t chunk_offset) const {
     const std::uint32_t lane = threadIdx.x % 8;
-    const std::uint32_t first = chunk + (lane / 4 * 20 + lane % 4) * 16;
-    const std::uint32_t slice_bytes = strips_ * Sums::kStripBytes;
+    const std::uint32_t offset = chunk_offset + (lane / 4 * 20 + lane % 4) * 16;
+    const auto read = [&](std::uint32_t slice, int column) {
+      const std::uint32_t place =
+          slice == place_.slice ? OwnStrip(first_ + strip) : ReceivedStrip(place_.slice, slice, strip);
+      return device::LoadSharedVector((place + offset) ^ column * 64U);
+    };
     Block block;
 #pragma unroll
     for (int j = 0; j < Block::kColumns; ++j) {
-      const device::SharedVector sums = device::LoadSharedVector(first ^ j * 64U);
+      const device::SharedVector sums = read(0, j);
 #pragma unroll
       for (int i = 0; i < 4; ++i) block.sum[j][i] = SumOf<Accumulator>(sums.word[i]);
     }
     for (std::uint32_t slice = 1; slice < place_.slices; ++slice) {
 #pragma unroll
       for (int j = 0; j < Block::kColumns; ++j) {
-        const device::SharedVector sums = device::LoadSharedVector((first ^ j * 64U) + slice * slice_bytes);
+        const device::SharedVector sums = read(slice, j);
 #pragma unroll
         for (int i = 0; i < 4; ++i) block.sum[j][i] += SumOf<Accumulator>(sums.word[i]);
       }
@@ -226,7 +254,9 @@ class SliceSums {
 
   Stages ring_;
   SlicePlace place_;
-  std::uint32_t strips_;      // of a block
+  std::uint32_t first_;  // strip that this block adds
+  std::uint32_t strips_;
+  std::uint32_t lent_[Sums::kLentStages] = {};
   std::uint32_t parity_ = 0;  // of this tile's phase of `arrived`
 };
 
