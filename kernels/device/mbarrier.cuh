@@ -80,10 +80,4 @@ __device__ __forceinline__ void MbarrierWait(std::uint32_t barrier, std::uint32_
   }
 }
 
-// A barrier of 128 threads of the block, all of whole warps, by one of the 16 that the hardware has; 0 is
-// __syncthreads.
-__device__ __forceinline__ void BarrierOf128(int number) {
-  asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory");
-}
-
 }  // namespace tessera::kernels::device
