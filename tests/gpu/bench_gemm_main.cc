@@ -147,7 +147,7 @@ absl::StatusOr<bool> RunBench(const Options& options) {
               gpu.facts().cuda.c_str());
   ASSIGN_OR_RETURN(RowFile file, RowFile::Open(options.json, options.merge));
   Bench bench(options, facts, machine, std::move(file));
-  const absl::StatusOr<bool> ok = bench.Run(CellsAskedFor(options));
+  absl::StatusOr<bool> ok = bench.Run(CellsAskedFor(options));
   bench.PrintSummary();
   return ok;
 }

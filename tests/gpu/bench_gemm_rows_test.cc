@@ -36,7 +36,7 @@ std::string ReadFile(const std::string& path) {
 }
 
 std::string TemporaryFile() {
-  const std::string path = ::testing::TempDir() + "/bench_gemm_rows_test.jsonl";
+  std::string path = ::testing::TempDir() + "/bench_gemm_rows_test.jsonl";
   static_cast<void>(std::remove(path.c_str()));
   return path;
 }
