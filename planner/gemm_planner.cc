@@ -108,8 +108,7 @@ std::int64_t WholeTileTime(const GemmVariant& variant, const GemmProblem& proble
   return CeilDiv(tiles, std::max(1, facts.processors)) * (variant.tile.n + kReadColumns);
 }
 
-// Processors that read as fast as memory gives, deep rings of copies each: one alone reads 86 GB/s (bf16, 32 blocks,
-// N = K = 4096: 12 us of reading).
+// Processors that read as fast as memory gives, deep rings of copies each: one alone reads 86 GB/s (docs/perf/log.md).
 std::int64_t Saturating(const DeviceFacts& facts) {
   return CeilDiv(2 * std::int64_t{std::max(1, facts.processors)}, 5);
 }
@@ -149,10 +148,9 @@ bool Holds(When when, const GemmVariant& variant, std::span<const GemmVariant> c
 }
 
 // Slices for the blocks of a cluster. Many rounds of tiles need none. Else two: a round is over when its slowest block
-// is, and shorter slices end closer together (bf16, one row, N = 12288 and 22016, K = 4096: 33 and 51 us with one, 29
-// and 47 with two). More only for tiles so few that two slices of each do not saturate memory, as clusters of four or
-// eight do not find room on all processors, whose groups have sizes that these do not divide. A slice is no shorter
-// than what fills the pipeline once.
+// is, and shorter slices end closer together. More only for tiles so few that two slices of each do not saturate memory,
+// as clusters of four or eight do not find room on all processors, whose groups have sizes that these do not divide
+// (measured, docs/perf/log.md). A slice is no shorter than what fills the pipeline once.
 int ClusterSplitFor(const GemmVariant& variant, const GemmProblem& problem, const DeviceFacts& facts) {
   constexpr std::int64_t kLeastSteps = 4;
   const std::int64_t processors = std::max(1, facts.processors);
