@@ -43,9 +43,9 @@ struct DegradedBand {
 // unless K is split; everything else is whole tiles.
 // CUDA bands. The Hopper tree first, where it can address the operands. To 64 rows reading B is what takes time: strips
 // with all of K for the fewest rows, where there are enough of them (with more rows than 8, reading A for each strip of
-// 32 columns from L2 takes as long as B from memory), else the least tile that has all rows, in slices of K. Then slices
-// wherever whole tiles would leave processors idle, and else the wide tile unless its last round is too empty. Of the
-// portable tiles, the small one where a tall one would be mostly empty.
+// 32 columns from L2 takes as long as B from memory), else the least tile that has all rows, in slices of K. Then
+// slices wherever whole tiles would leave processors idle, and else the wide tile unless its last round is too empty.
+// Of the portable tiles, the small one where a tall one would be mostly empty.
 constexpr DegradedBand kDegradedBands[] = {
     {Backend::kCpu, 16, 16, -1, 64, "reference"},
     {Backend::kCpu, 96, 96, 1024, kOpen, "splitk_48x48x512"},
@@ -148,9 +148,9 @@ bool Holds(When when, const GemmVariant& variant, std::span<const GemmVariant> c
 }
 
 // Slices for the blocks of a cluster. Many rounds of tiles need none. Else two: a round is over when its slowest block
-// is, and shorter slices end closer together. More only for tiles so few that two slices of each do not saturate memory,
-// as clusters of four or eight do not find room on all processors, whose groups have sizes that these do not divide
-// (measured, docs/perf/log.md). A slice is no shorter than what fills the pipeline once.
+// is, and shorter slices end closer together. More only for tiles so few that two slices of each do not saturate
+// memory, as clusters of four or eight do not find room on all processors, whose groups have sizes that these do not
+// divide (measured, docs/perf/log.md). A slice is no shorter than what fills the pipeline once.
 int ClusterSplitFor(const GemmVariant& variant, const GemmProblem& problem, const DeviceFacts& facts) {
   constexpr std::int64_t kLeastSteps = 4;
   const std::int64_t processors = std::max(1, facts.processors);
