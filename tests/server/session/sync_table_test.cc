@@ -34,7 +34,7 @@ using namespace std::chrono_literals;
 
 constexpr char kOtherGpu[] = "GPU-99999999-0000-0000-0000-000000000000";
 constexpr char kMig[] = "MIG-11111111-2222-3333-4444-555555555555";
-constexpr auto kSoon = 1s;  // a poller looks every millisecond
+constexpr auto kSoon = 5s;  // a poller looks every millisecond, and a busy machine stalls for longer than that
 
 std::optional<StatusCode> CodeAt(const Timeline& timeline, std::uint64_t value) {
   const std::optional<absl::Status> reached = timeline.Reached(value);
