@@ -1,7 +1,7 @@
 // How the blocks of a cluster, each with a slice of K of the same tile of D, add up. Accumulators travel as the threads
 // hold them: a warp writes its own to shared memory, 16 bytes a thread and 512 contiguous bytes at a time, and the copy
 // engine takes them to the block that adds them, a few kilobytes a copy. Words sent one by one would each be counted
-// into the receiver's barrier, which takes two cycles a word and as long as the products of a tile of 64 rows.
+// into the receiver's barrier, which takes longer than the products of the tile.
 #pragma once
 
 #include <cstdint>

@@ -72,6 +72,16 @@ class DeviceWaitTest : public ::testing::Test {
     return {.timeline = table_.FindPoint(session, *id)->timeline, .value = value, .own = true};
   }
 
+  // The fake GPU's one event.
+  std::shared_ptr<DeviceEvent> ImportEvent() {
+    const absl::StatusOr<Id> id = table_.ImportEvent(
+        *session_, {.handle = std::string(FakeDeviceMemory::kEventHandle.begin(), FakeDeviceMemory::kEventHandle.end()),
+                    .device_uuid = kFakeGpu,
+                    .exporter_pid = 1});
+    EXPECT_TRUE(id.ok()) << id.status();
+    return id.ok() ? table_.FindPoint(*session_, *id)->event : nullptr;
+  }
+
   // On the fake GPU's memory.
   Submission Make(Work& work, const std::shared_ptr<SessionLane>& lane) {
     Submission made = work.Make(session_, lane);
@@ -336,12 +346,7 @@ TEST_F(BoundedWaitTest, TheTimeOfAWaitBeginsWhenTheStreamHasComeToIt) {
 }
 
 TEST_F(DeviceWaitTest, EventsAreRecordedOnceWhateverBecomesOfTheWork) {
-  const absl::StatusOr<Id> id = table_.ImportEvent(
-      *session_, {.handle = std::string(FakeDeviceMemory::kEventHandle.begin(), FakeDeviceMemory::kEventHandle.end()),
-                  .device_uuid = kFakeGpu,
-                  .exporter_pid = 1});
-  ASSERT_TRUE(id.ok()) << id.status();
-  const std::shared_ptr<DeviceEvent> event = table_.FindPoint(*session_, *id)->event;
+  const std::shared_ptr<DeviceEvent> event = ImportEvent();
   Work good;
   Submission first = Make(good, lane_);
   first.record = {event};
@@ -359,14 +364,9 @@ TEST_F(DeviceWaitTest, EventsAreRecordedOnceWhateverBecomesOfTheWork) {
 }
 
 TEST_F(DeviceWaitTest, AnEventIsWaitedForByTheHost) {
-  const absl::StatusOr<Id> id = table_.ImportEvent(
-      *session_, {.handle = std::string(FakeDeviceMemory::kEventHandle.begin(), FakeDeviceMemory::kEventHandle.end()),
-                  .device_uuid = kFakeGpu,
-                  .exporter_pid = 1});
-  ASSERT_TRUE(id.ok()) << id.status();
   Work work;
   Submission made = Make(work, lane_);
-  made.wait = {{.timeline = table_.Await(table_.FindPoint(*session_, *id)->event), .value = 1}};
+  made.wait = {{.timeline = table_.Await(ImportEvent()), .value = 1}};
   executor_->Submit(std::move(made));
   EXPECT_EQ(lane_->gated(), 1);
   std::this_thread::sleep_for(milliseconds(20));
