@@ -23,7 +23,9 @@ constexpr std::int64_t kOpen = std::numeric_limits<std::int64_t>::max();
 enum class When : std::uint8_t {
   kAlways,
   kPartial,    // fewer tiles than half the processors
-  kBusy,       // tiles that keep memory busy to the end, or nearly so
+  kOneRound,   // no more tiles than processors, and enough to keep memory busy
+  kFullRound,  // the same, and for most of them
+  kNotWide,    // no more tiles of 96 columns, of which one row of tiles has many, than processors
   kLeastTime,  // no other recipe of whole tiles of the same tree takes less time
 };
 
@@ -42,31 +44,40 @@ struct DegradedBand {
 // CPU bands. Packing a panel costs more than 16 x 16 x 64 products; one or two tiles of a long K leave threads idle
 // unless K is split; everything else is whole tiles.
 // CUDA bands. The Hopper tree first, where it can address the operands. To 64 rows reading B is what takes time: strips
-// with all of K for the fewest rows, where there are enough of them (with more rows than 8, reading A for each strip of
-// 32 columns from L2 takes as long as B from memory), else the least tile that has all rows, in slices of K. Then
-// slices wherever whole tiles would leave processors idle, and else the wide tile unless its last round is too empty.
-// Of the portable tiles, the small one where a tall one would be mostly empty.
+// with all of K for the fewest rows, where there is one for each processor; then tiles so narrow that all processors
+// read; else the least tile that has all rows, in slices of K, but for problems with more than 32 rows so wide that
+// whole tiles keep all busy. Above, slices where whole tiles would leave processors idle and K is long enough to pay
+// for their exchange, and else the whole tiles of the width that takes the least time. Of the portable tiles, the small
+// one where a tall one would be mostly empty.
 constexpr DegradedBand kDegradedBands[] = {
     {Backend::kCpu, 16, 16, -1, 64, "reference"},
     {Backend::kCpu, 96, 96, 1024, kOpen, "splitk_48x48x512"},
     {Backend::kCpu, kOpen, kOpen, -1, kOpen, "blocked_96x96x256"},
     {Backend::kCpu, kOpen, kOpen, -1, kOpen, "reference"},
-    {Backend::kCuda, 8, kOpen, -1, kOpen, "narrow_16x32x128_s18", When::kBusy},
-    {Backend::kCuda, 8, kOpen, -1, kOpen, "narrow_16x32x256_s18", When::kBusy},
+    {Backend::kCuda, 8, kOpen, -1, kOpen, "narrow_16x32x128_s18", When::kOneRound},
+    {Backend::kCuda, 8, kOpen, -1, kOpen, "narrow_16x32x256_s18", When::kOneRound},
+    {Backend::kCuda, 64, kOpen, -1, kOpen, "128x96x64_s7", When::kFullRound},
+    {Backend::kCuda, 64, kOpen, -1, kOpen, "128x96x128_s7", When::kFullRound},
     {Backend::kCuda, 16, kOpen, -1, kOpen, "slices_16x128x64_s12"},
     {Backend::kCuda, 16, kOpen, -1, kOpen, "slices_16x128x128_s12"},
     {Backend::kCuda, 32, kOpen, -1, kOpen, "slices_32x128x64_s10"},
     {Backend::kCuda, 32, kOpen, -1, kOpen, "slices_32x128x128_s10"},
-    {Backend::kCuda, 64, kOpen, -1, kOpen, "slices_64x128x64_s8"},
-    {Backend::kCuda, 64, kOpen, -1, kOpen, "slices_64x128x128_s8"},
-    {Backend::kCuda, kOpen, kOpen, 511, kOpen, "slices_128x128x64_s5", When::kPartial},
-    {Backend::kCuda, kOpen, kOpen, 1023, kOpen, "slices_128x128x128_s5", When::kPartial},
+    {Backend::kCuda, 64, kOpen, -1, kOpen, "slices_64x128x64_s8", When::kNotWide},
+    {Backend::kCuda, 64, kOpen, -1, kOpen, "slices_64x128x128_s8", When::kNotWide},
+    {Backend::kCuda, kOpen, kOpen, 6143, kOpen, "slices_128x128x64_s5", When::kPartial},
+    {Backend::kCuda, kOpen, kOpen, 6143, kOpen, "slices_128x128x128_s5", When::kPartial},
     {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x256x64_s4", When::kLeastTime},
     {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x256x128_s4", When::kLeastTime},
+    {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x224x64_s4", When::kLeastTime},
+    {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x224x128_s4", When::kLeastTime},
     {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x160x64_s5", When::kLeastTime},
     {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x160x128_s5", When::kLeastTime},
     {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x128x64_s6", When::kLeastTime},
     {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x128x128_s6", When::kLeastTime},
+    {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x96x64_s7", When::kLeastTime},
+    {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x96x128_s7", When::kLeastTime},
+    {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x64x64_s8", When::kLeastTime},
+    {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x64x128_s8", When::kLeastTime},
     {Backend::kCuda, 64, kOpen, -1, kOpen, "64x64x64_s4"},
     {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x128x32_s4"},
     {Backend::kVendor, kOpen, kOpen, -1, kOpen, "cublaslt"},
@@ -104,11 +115,14 @@ std::int64_t CountTiles(const GemmProblem& problem, std::int64_t m, std::int64_t
 // kReadColumns.
 std::int64_t WholeTileTime(const GemmVariant& variant, const GemmProblem& problem, const DeviceFacts& facts) {
   constexpr std::int64_t kReadColumns = 28;
+  // Products of 224 columns take as long as if they were 6 % wider (docs/perf/log.md).
+  constexpr int kSlowColumns = 224;
+  const std::int64_t columns = variant.tile.n == kSlowColumns ? 238 : variant.tile.n;
   const std::int64_t tiles = CountTiles(problem, variant.tile.m, variant.tile.n);
-  return CeilDiv(tiles, std::max(1, facts.processors)) * (variant.tile.n + kReadColumns);
+  return CeilDiv(tiles, std::max(1, facts.processors)) * (columns + kReadColumns);
 }
 
-// Processors that read as fast as memory gives, deep rings of copies each: one alone reads 86 GB/s (docs/perf/log.md).
+// Processors that read as fast as memory gives, deep rings of copies each: one alone reads 91 GB/s (docs/perf/log.md).
 std::int64_t Saturating(const DeviceFacts& facts) {
   return CeilDiv(2 * std::int64_t{std::max(1, facts.processors)}, 5);
 }
@@ -131,11 +145,17 @@ bool Holds(When when, const GemmVariant& variant, std::span<const GemmVariant> c
       return true;
     case When::kPartial:
       return 2 * CountTiles(problem, variant.tile.m, variant.tile.n) < std::max(1, facts.processors);
-    case When::kBusy: {
-      const std::int64_t processors = std::max(1, facts.processors);
+    case When::kOneRound: {
       const std::int64_t tiles = CountTiles(problem, variant.tile.m, variant.tile.n);
-      const std::int64_t idle = std::max<std::int64_t>(0, Saturating(facts) - tiles % processors);
-      return tiles % processors == 0 || 8 * idle <= tiles;
+      return tiles <= std::max(1, facts.processors) && tiles >= Saturating(facts);
+    }
+    case When::kFullRound: {
+      const std::int64_t tiles = CountTiles(problem, variant.tile.m, variant.tile.n);
+      return tiles <= std::max(1, facts.processors) && 4 * tiles > 3 * std::int64_t{std::max(1, facts.processors)};
+    }
+    case When::kNotWide: {
+      constexpr std::int64_t kNarrowColumns = 96;
+      return CountTiles(problem, variant.tile.m, kNarrowColumns) <= std::max(1, facts.processors);
     }
     case When::kLeastTime: {
       const std::int64_t time = WholeTileTime(variant, problem, facts);
@@ -148,11 +168,13 @@ bool Holds(When when, const GemmVariant& variant, std::span<const GemmVariant> c
 }
 
 // Slices for the blocks of a cluster. Many rounds of tiles need none. Else two: a round is over when its slowest block
-// is, and shorter slices end closer together. More only for tiles so few that two slices of each do not saturate
-// memory, as clusters of four or eight do not find room on all processors, whose groups have sizes that these do not
-// divide (measured, docs/perf/log.md). A slice is no shorter than what fills the pipeline once.
+// is, and shorter slices end closer together. More for tiles so few that two slices of each do not saturate memory, or
+// of so many rows that products take long, too; but no more than three without need, as clusters of four or eight do
+// not find room on all processors, whose groups have sizes that these do not divide (measured, docs/perf/log.md). A
+// slice is no shorter than what fills the pipeline once.
 int ClusterSplitFor(const GemmVariant& variant, const GemmProblem& problem, const DeviceFacts& facts) {
   constexpr std::int64_t kLeastSteps = 4;
+  constexpr int kManyRows = 128;
   const std::int64_t processors = std::max(1, facts.processors);
   const std::int64_t saturating = Saturating(facts);
   const std::int64_t tiles = CountTiles(problem, variant.tile.m, variant.tile.n);
@@ -163,7 +185,7 @@ int ClusterSplitFor(const GemmVariant& variant, const GemmProblem& problem, cons
          steps >= 2 * kLeastSteps * split) {
     split *= 2;
   }
-  return split;
+  return split == 2 && variant.tile.m >= kManyRows && 3 * tiles <= processors ? 3 : split;
 }
 
 // Enough slices to give each processor two, none shorter than one K block of the tile.

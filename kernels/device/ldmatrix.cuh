@@ -31,4 +31,12 @@ __device__ __forceinline__ void StoreMatrices(std::uint32_t address, const std::
                : "memory");
 }
 
+// The same of the transposed matrices: the thread has the elements at rows 2 (l % 4) and the next, column l / 4, as
+// they will stand in memory.
+__device__ __forceinline__ void StoreMatricesTransposed(std::uint32_t address, const std::uint32_t (&word)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3])
+               : "memory");
+}
+
 }  // namespace tessera::kernels::device

@@ -29,17 +29,21 @@ __device__ __forceinline__ void MultiplyStage(std::uint32_t first, std::uint32_t
   device::WgmmaCommit();
 }
 
+// For `beside` below, of those who have nothing to do beside the products.
+struct Nothing {
+  __device__ __forceinline__ void operator()(std::uint32_t) const {}
+};
+
 // Sums in the tensor core throughout. The products of a stage run while the stage before is given back, so that the
 // tensor cores always have the next ones waiting. `release(stage)` gives it back, by all threads of the warpgroup.
+// `beside(k)` runs after the products of step k have been asked for, and takes no time as long as it takes less than
+// they do; it must leave `acc` alone.
 template <typename Pair, typename First, typename Second, typename Stages, typename Accumulator, int kCount,
-          typename Release>
-__device__ __forceinline__ void MultiplyThroughout(const Stages& ring, RingPosition<Stages::kStages>& at,
-                                                   std::uint32_t first_offset, std::uint32_t k_tiles,
-                                                   const Release& release, Accumulator (&acc)[kCount]) {
-  // Also what K = 0 leaves. A first product that ignores what the accumulators hold would spare these moves, but then
-  // K = 0 is a second source of the accumulators, and merging the two costs more moves or spills.
-#pragma unroll
-  for (Accumulator& value : acc) value = 0;
+          typename Release, typename Beside>
+__device__ __forceinline__ void AddProductsThroughout(const Stages& ring, RingPosition<Stages::kStages>& at,
+                                                      std::uint32_t first_offset, std::uint32_t k_tiles,
+                                                      const Release& release, const Beside& beside,
+                                                      Accumulator (&acc)[kCount]) {
   int previous = 0;
   for (std::uint32_t k = 0; k < k_tiles; ++k) {
     device::MbarrierWait(ring.Full(at.stage), at.parity);
@@ -48,6 +52,7 @@ __device__ __forceinline__ void MultiplyThroughout(const Stages& ring, RingPosit
     if (k > 0) release(previous);
     previous = at.stage;
     at.Advance();
+    beside(k);
   }
   device::WgmmaWait<0>();
   device::PinAccumulators(acc);
@@ -56,16 +61,17 @@ __device__ __forceinline__ void MultiplyThroughout(const Stages& ring, RingPosit
 
 // Sums each tile of K in the tensor core, whose accumulator for fp8 is short, and adds the tile's sums in float32. The
 // tensor cores meanwhile have the other warpgroup's products.
-template <typename Pair, typename First, typename Second, typename Stages, int kCount, typename Release>
-__device__ __forceinline__ void MultiplyInTwoLevels(const Stages& ring, RingPosition<Stages::kStages>& at,
-                                                    std::uint32_t first_offset, std::uint32_t k_tiles,
-                                                    const Release& release, float (&acc)[kCount]) {
-#pragma unroll
-  for (float& value : acc) value = 0.0F;
+template <typename Pair, typename First, typename Second, typename Stages, int kCount, typename Release,
+          typename Beside>
+__device__ __forceinline__ void AddProductsInTwoLevels(const Stages& ring, RingPosition<Stages::kStages>& at,
+                                                       std::uint32_t first_offset, std::uint32_t k_tiles,
+                                                       const Release& release, const Beside& beside,
+                                                       float (&acc)[kCount]) {
   float part[kCount];
   for (std::uint32_t k = 0; k < k_tiles; ++k) {
     device::MbarrierWait(ring.Full(at.stage), at.parity);
     MultiplyStage<Pair, First, Second>(ring.A(at.stage) + first_offset, ring.B(at.stage), true, part);
+    beside(k);
     device::WgmmaWait<0>();
     device::PinAccumulators(part);
     release(at.stage);
@@ -73,6 +79,32 @@ __device__ __forceinline__ void MultiplyInTwoLevels(const Stages& ring, RingPosi
 #pragma unroll
     for (int i = 0; i < kCount; ++i) acc[i] = __fadd_rn(acc[i], part[i]);
   }
+}
+
+// Adds the products of `k_tiles` steps to `acc`, in the way of `Config`.
+template <typename Config, typename First, typename Second, typename Release, typename Beside>
+__device__ __forceinline__ void AddProducts(const typename Config::Stages& ring,
+                                            RingPosition<Config::Stages::kStages>& at, std::uint32_t first_offset,
+                                            std::uint32_t k_tiles, const Release& release, const Beside& beside,
+                                            typename Config::Accumulator (&acc)[Config::kAccumulators]) {
+  using Pair = typename Config::Pair;
+  if constexpr (Config::kInTwoLevels) {
+    AddProductsInTwoLevels<Pair, First, Second>(ring, at, first_offset, k_tiles, release, beside, acc);
+  } else {
+    AddProductsThroughout<Pair, First, Second>(ring, at, first_offset, k_tiles, release, beside, acc);
+  }
+}
+
+// The same from 0. A first product that ignores what the accumulators hold would spare these moves, but then K = 0 is a
+// second source of the accumulators, and merging the two costs more moves or spills.
+template <typename Config, typename First, typename Second, typename Release, typename Beside>
+__device__ __forceinline__ void Multiply(const typename Config::Stages& ring, RingPosition<Config::Stages::kStages>& at,
+                                         std::uint32_t first_offset, std::uint32_t k_tiles, const Release& release,
+                                         const Beside& beside,
+                                         typename Config::Accumulator (&acc)[Config::kAccumulators]) {
+#pragma unroll
+  for (typename Config::Accumulator& value : acc) value = 0;
+  AddProducts<Config, First, Second>(ring, at, first_offset, k_tiles, release, beside, acc);
 }
 
 }  // namespace tessera::kernels::sm90a

@@ -63,6 +63,7 @@ __device__ __forceinline__ void ProduceNarrow(const CUtensorMap& a_map, const CU
                                               const typename Config::Stages& ring) {
   using Tile = typename Config::Tile;
   using Stages = typename Config::Stages;
+  const std::uint32_t stage_bytes = Config::kPanels * (Config::A::TileBytes(params.m) + Config::B::TileBytes(params.n));
   RingPosition<Stages::kStages> at;
   for (std::uint32_t tile = blockIdx.x;;) {
     const device::TensorCoordinates a_box = BatchCoordinates(params.a, index);
@@ -72,7 +73,7 @@ __device__ __forceinline__ void ProduceNarrow(const CUtensorMap& a_map, const CU
     for (std::uint32_t k_tile = 0; k_tile < grid.k_tiles; ++k_tile) {
       const std::uint32_t full = ring.Full(at.stage);
       device::MbarrierWait(ring.Empty(at.stage), at.parity ^ 1U);
-      device::MbarrierArriveExpect(full, Stages::kStageBytes);
+      device::MbarrierArriveExpect(full, stage_bytes);
       const auto copy_a = [&](std::uint32_t destination, const device::TensorCoordinates& box) {
         device::TmaLoad(destination, &a_map, full, box);
       };
@@ -82,8 +83,8 @@ __device__ __forceinline__ void ProduceNarrow(const CUtensorMap& a_map, const CU
 #pragma unroll
       for (int panel = 0; panel < Config::kPanels; ++panel) {
         const auto k = static_cast<std::int32_t>(k_tile * Tile::kK + panel * Config::B::kTileK);
-        Config::B::Load(ring.B(at.stage) + panel * Config::B::kBytes, b_box, b_row, k, 0, Tile::kN, copy_b);
-        Config::A::Load(ring.A(at.stage) + panel * Config::A::kBytes, a_box, a_row, k, 0, Tile::kM, copy_a);
+        Config::B::Load(ring.B(at.stage) + panel * Config::B::kBytes, b_box, params.n, b_row, k, 0, Tile::kN, copy_b);
+        Config::A::Load(ring.A(at.stage) + panel * Config::A::kBytes, a_box, params.m, a_row, k, 0, Tile::kM, copy_a);
       }
       at.Advance();
     }
@@ -162,6 +163,7 @@ __device__ __forceinline__ void ConsumeNarrow(const GemmParams& params, const Ti
   const auto release = [&](int stage) {
     if (first_lane) device::MbarrierArrive(ring.Empty(stage));
   };
+  const Factors factors(params);
   RingPosition<Stages::kStages> at;
   for (std::uint32_t tile = blockIdx.x;;) {
     typename Config::Accumulator sum[Config::kAccumulators];
@@ -176,7 +178,7 @@ __device__ __forceinline__ void ConsumeNarrow(const GemmParams& params, const Ti
       float value[Config::kAccumulators];
 #pragma unroll
       for (int i = 0; i < Config::kAccumulators; ++i) value[i] = static_cast<float>(sum[i]);
-      FinishFragment(params, place, value);
+      FinishFragment(params, factors, place, value);
       if (path == StorePath::kBf16Elements) {
         StoreElements<DType::kBf16>(params, place, value);
       } else if (path == StorePath::kF32Pairs) {

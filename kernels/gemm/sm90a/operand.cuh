@@ -45,13 +45,26 @@ struct Operand {
   static constexpr std::uint32_t kStepBytes =
       kKMajor ? device::kSwizzleRowBytes / kStepsOfK : kBytes / kRows * kTileK / kStepsOfK;
 
-  // Asks for rows [first, first + count) of the tile whose first row and first K are `row` and `k`. `copy(destination,
-  // box)` is the kind of copy.
+  // Rows of a copy from a matrix with so many. What lies outside of a matrix costs a copy more time than what lies in
+  // it, so where a matrix has fewer rows than a copy could bring, the copy brings no more. The rows of the tile behind
+  // them keep what they held, and become elements of the product that nobody looks at.
+  static constexpr std::uint32_t CopyRows(std::int64_t rows) {
+    return kKMajor && rows < std::int64_t{kBoxRows} ? static_cast<std::uint32_t>(rows) : kBoxRows;
+  }
+
+  // Bytes of all copies of a tile.
+  static constexpr std::uint32_t TileBytes(std::int64_t rows) {
+    return CopyRows(rows) < kBoxRows ? CopyRows(rows) * device::kSwizzleRowBytes : kBytes;
+  }
+
+  // Asks for rows [first, first + count) of the tile whose first row and first K are `row` and `k`, of a matrix with
+  // `rows`. `copy(destination, box)` is the kind of copy.
   template <typename Copy>
-  static __device__ __forceinline__ void Load(std::uint32_t stage, device::TensorCoordinates box, std::int32_t row,
-                                              std::int32_t k, std::uint32_t first, std::uint32_t count,
-                                              const Copy& copy) {
+  static __device__ __forceinline__ void Load(std::uint32_t stage, device::TensorCoordinates box, std::int64_t rows,
+                                              std::int32_t row, std::int32_t k, std::uint32_t first,
+                                              std::uint32_t count, const Copy& copy) {
     for (std::uint32_t r = first; r < first + count; r += kBoxRows) {
+      if (r > 0 && CopyRows(rows) < kBoxRows) return;  // the first copy has all
       box.at[kKMajor ? 0 : 1] = k;
       box.at[kKMajor ? 1 : 0] = row + static_cast<std::int32_t>(r);
       copy(stage + r * device::kSwizzleRowBytes, box);
@@ -90,7 +103,7 @@ inline device::TensorMapShape MatrixMap(const GemmMatrix& matrix, DType dtype, s
 template <DType kType, bool kContiguousK, int kTileRows, int kCopyRows>
 device::TensorMapShape Operand<kType, kContiguousK, kTileRows, kCopyRows>::Map(
     const GemmMatrix& matrix, std::int64_t rows, std::int64_t k, const std::int64_t (&batch_shape)[kGemmBatchDimsMax]) {
-  if (kKMajor) return MatrixMap(matrix, kType, k, rows, matrix.row_stride, kTileK, kBoxRows, batch_shape);
+  if (kKMajor) return MatrixMap(matrix, kType, k, rows, matrix.row_stride, kTileK, CopyRows(rows), batch_shape);
   return MatrixMap(matrix, kType, rows, k, matrix.col_stride, kBoxRows, kTileK, batch_shape);
 }
 

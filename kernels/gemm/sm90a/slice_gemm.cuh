@@ -21,7 +21,6 @@
 #include "kernels/device/tma.cuh"
 #include "kernels/device/wgmma.cuh"
 #include "kernels/device/wgmma_product.cuh"
-#include "kernels/gemm/cuda/epilogue.cuh"
 #include "kernels/gemm/gemm_params.h"
 #include "kernels/gemm/sm90a/launch.h"
 #include "kernels/gemm/sm90a/legality.h"
@@ -29,6 +28,7 @@
 #include "kernels/gemm/sm90a/operand.cuh"
 #include "kernels/gemm/sm90a/ring.cuh"
 #include "kernels/gemm/sm90a/slice_sums.cuh"
+#include "kernels/gemm/sm90a/store_strip.cuh"
 #include "kernels/gemm/sm90a/tile_walk.cuh"
 #include "kernels/gemm/sm90a/wgmma_gemm.cuh"
 #include "kernels/launch/launch.h"
@@ -94,9 +94,15 @@ class SliceProducer {
   using Stages = typename Config::Stages;
   using Sums = typename Config::Sums;
 
-  __device__ __forceinline__ SliceProducer(const CUtensorMap& a_map, const CUtensorMap& b_map, const Stages& ring,
-                                           const SlicePlace& place)
-      : a_map_(a_map), b_map_(b_map), ring_(ring), place_(place) {
+  __device__ __forceinline__ SliceProducer(const CUtensorMap& a_map, const CUtensorMap& b_map, const GemmParams& params,
+                                           const Stages& ring, const SlicePlace& place)
+      : a_map_(a_map),
+        b_map_(b_map),
+        m_(params.m),
+        n_(params.n),
+        stage_bytes_(Config::A::TileBytes(params.m) + Config::B::TileBytes(params.n)),
+        ring_(ring),
+        place_(place) {
     for (std::uint32_t tile = 0; tile < place.abreast; ++tile) {
       abreast_mask_ |= static_cast<std::uint16_t>(1U << place.OfTile(tile));
     }
@@ -109,11 +115,11 @@ class SliceProducer {
       const auto k = static_cast<std::int32_t>((slice.first + i) * Tile::kK);
       WaitForStage();
       const std::uint32_t full = ring_.Full(at_.stage);
-      device::MbarrierArriveExpect(full, Stages::kStageBytes);
+      device::MbarrierArriveExpect(full, stage_bytes_);
       const auto copy_b = [&](std::uint32_t destination, const device::TensorCoordinates& box) {
         device::TmaLoad(destination, &b_map_, full, box);
       };
-      Config::B::Load(ring_.A(at_.stage), b_box, b_row, k, 0, Tile::kN, copy_b);
+      Config::B::Load(ring_.A(at_.stage), b_box, n_, b_row, k, 0, Tile::kN, copy_b);
       FetchA(a_box, a_row, k, full);
       at_.Advance();
     }
@@ -147,13 +153,13 @@ class SliceProducer {
       const auto copy = [&](std::uint32_t destination, const device::TensorCoordinates& part) {
         device::TmaLoad(destination, &a_map_, full, part);
       };
-      Config::A::Load(ring_.B(at_.stage), box, row, k, 0, Tile::kM, copy);
+      Config::A::Load(ring_.B(at_.stage), box, m_, row, k, 0, Tile::kM, copy);
     } else {
       const auto copy = [&](std::uint32_t destination, const device::TensorCoordinates& part) {
         device::TmaLoadMulticast(destination, &a_map_, full, part, abreast_mask_);
       };
       constexpr std::uint32_t kShare = Tile::kM / Config::kAbreast;
-      Config::A::Load(ring_.B(at_.stage), box, row, k, place_.tile * kShare, kShare, copy);
+      Config::A::Load(ring_.B(at_.stage), box, m_, row, k, place_.tile * kShare, kShare, copy);
     }
   }
 
@@ -181,6 +187,9 @@ class SliceProducer {
 
   const CUtensorMap& a_map_;
   const CUtensorMap& b_map_;
+  std::int64_t m_;
+  std::int64_t n_;
+  std::uint32_t stage_bytes_;
   Stages ring_;
   SlicePlace place_;
   std::uint16_t abreast_mask_ = 0;
@@ -196,7 +205,7 @@ __device__ __forceinline__ void ProduceSlices(const CUtensorMap& a_map, const CU
                                               const typename Config::Stages& ring, UnitWalk& walk) {
   using Tile = typename Config::Tile;
   const Slice slice = SliceOf(grid.k_tiles, place);
-  SliceProducer<Config> producer(a_map, b_map, ring, place);
+  SliceProducer<Config> producer(a_map, b_map, params, ring, place);
   for (;;) {
     const TileIndex& index = walk.index();
     producer.Fill(slice, BatchCoordinates(params.a, index), BatchCoordinates(params.b, index),
@@ -210,148 +219,64 @@ __device__ __forceinline__ void ProduceSlices(const CUtensorMap& a_map, const CU
   if (Config::kAbreast > 1) producer.Finish();
 }
 
-// How D is written, found by the host.
-struct SliceOutput {
-  DType type;
-  bool vectors;  // four neighbours of a row at once, aligned to their size
-};
-
-inline SliceOutput SliceOutputOf(DType type, const GemmParams& params) {
-  constexpr std::int64_t kElements = 4;
-  const std::uintptr_t bytes = kElements * DTypeBytes(type);
-  bool vectors = (params.n <= 1 || params.d.col_stride == 1) &&
-                 reinterpret_cast<std::uintptr_t>(params.d.data) % bytes == 0 &&
-                 (params.m <= 1 || params.d.row_stride % kElements == 0);
-  for (int i = 0; i < kGemmBatchDimsMax; ++i) {
-    if (params.batch_shape[i] > 1 && params.d.batch_stride[i] % kElements != 0) vectors = false;
-  }
-  return {.type = type, .vectors = vectors};
+// Where the warp's strip of a tile is in D.
+template <typename Tile>
+__device__ __forceinline__ StripPlace PlaceOfStrip(const GemmParams& params, const TileIndex& index,
+                                                   std::uint32_t tile_of_row, std::uint32_t warp) {
+  StripPlace place = {.batch_offset = 0,
+                      .row = std::int64_t{index.m} * Tile::kM,
+                      .column = std::int64_t{tile_of_row} * Tile::kN + warp * 16,
+                      .rows = 0};
+  for (int i = 0; i < kGemmBatchDimsMax; ++i) place.batch_offset += index.batch[i] * params.d.batch_stride[i];
+  place.rows = static_cast<std::uint32_t>(min(params.m - place.row, std::int64_t{Tile::kM}));
+  return place;
 }
 
-// Four values of a row of D; those from `columns` on are outside.
-template <DType kOut>
-__device__ __forceinline__ void StoreGroup(const GemmParams& params, std::int64_t at, std::int64_t columns,
-                                           bool vectors, const float (&value)[4]) {
-  using Out = cuda::Output<kOut>;
-  auto* const d = static_cast<typename Out::Element*>(params.d.data) + at;
-  if (vectors && columns >= 4) {
-    struct alignas(4 * sizeof(typename Out::Element)) Group {
-      typename Out::Element element[4];
-    };
-    *reinterpret_cast<Group*>(d) = {Out::Round(value[0]), Out::Round(value[1]), Out::Round(value[2]),
-                                    Out::Round(value[3])};
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    if (j < columns) d[j * params.d.col_stride] = Out::Round(value[j]);
-  }
-}
-
-// Scales and bias of the elements of a SumBlock; of those outside of D, nothing is read.
-struct SumFactors {
-  float a_scale[2];
-  float b_scale[2][4];
-  float bias[2][4];
-};
-
-__device__ __forceinline__ SumFactors FactorsAt(const GemmParams& params, std::int64_t m, std::int64_t n) {
-  SumFactors factors;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) factors.a_scale[i] = m + i < params.m ? cuda::ScaleAt(params.a_scale, m + i) : 0.0F;
-#pragma unroll
-  for (int group = 0; group < 2; ++group) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const std::int64_t column = n + group * 8 + j;
-      const bool inside = column < params.n;
-      factors.b_scale[group][j] = inside ? cuda::ScaleAt(params.b_scale, column) : 0.0F;
-      factors.bias[group][j] = inside && params.bias.data != nullptr ? cuda::BiasAt(params.bias, column) : 0.0F;
-    }
-  }
-  return factors;
-}
-
-// As cuda::Finish, which adds no bias where there is none: -0 stays.
-template <typename Block>
-__device__ __forceinline__ void StoreBlock(const GemmParams& params, const SliceOutput& output,
-                                           std::int64_t batch_offset, std::int64_t m, std::int64_t n,
-                                           const SumFactors& factors, const Block& block) {
-#pragma unroll
-  for (int i = 0; i < Block::kRows; ++i) {
-    if (m + i >= params.m) continue;
-#pragma unroll
-    for (int group = 0; group < Block::kGroups; ++group) {
-      const std::int64_t column = n + group * Block::kGroupStep;
-      float value[Block::kColumns];
-#pragma unroll
-      for (int j = 0; j < Block::kColumns; ++j) {
-        value[j] = __fmul_rn(__fmul_rn(block.At(i, group, j), factors.a_scale[i]), factors.b_scale[group][j]);
-        if (params.bias.data != nullptr) value[j] = __fadd_rn(value[j], factors.bias[group][j]);
-      }
-      const std::int64_t at = batch_offset + (m + i) * params.d.row_stride + column * params.d.col_stride;
-      if (output.type == DType::kBf16) {
-        StoreGroup<DType::kBf16>(params, at, params.n - column, output.vectors, value);
-      } else {
-        StoreGroup<DType::kF32>(params, at, params.n - column, output.vectors, value);
-      }
-    }
-  }
-}
-
-// The block's part of one tile of D.
+// Gives a stage back, by all threads of a warp: lane l tells the block with tile l of those abreast.
 template <typename Config>
-__device__ __forceinline__ void StoreSums(const GemmParams& params, const TileIndex& index, const SlicePlace& place,
-                                          const SliceOutput& output, std::uint32_t warp, std::uint32_t rows, bool last,
-                                          SliceSums<Config>& sums) {
-  using Tile = typename Config::Tile;
-  const std::int64_t m0 = std::int64_t{index.m} * Tile::kM;
-  const std::int64_t n0 = (std::int64_t{index.n} * place.abreast + place.tile) * Tile::kN;
-  std::int64_t batch_offset = 0;
-  for (int i = 0; i < kGemmBatchDimsMax; ++i) batch_offset += index.batch[i] * params.d.batch_stride[i];
-  sums.Receive(
-      warp, rows, last,
-      [&](std::uint32_t row, std::uint32_t column) { return FactorsAt(params, m0 + row, n0 + column); },
-      [&](const SumFactors& factors, std::uint32_t row, std::uint32_t column,
-          const typename SliceSums<Config>::Block& block) {
-        StoreBlock(params, output, batch_offset, m0 + row, n0 + column, factors, block);
-      });
-}
+class SliceRelease {
+ public:
+  __device__ __forceinline__ SliceRelease(const typename Config::Stages& ring, const SlicePlace& place)
+      : tells_(threadIdx.x % 32 < place.abreast) {
+    empty_ = ring.Empty(0);
+    if (Config::kAbreast > 1) empty_ = device::InBlock(empty_, place.OfTile(tells_ ? threadIdx.x % 32 : 0));
+  }
+
+  __device__ __forceinline__ void operator()(int stage) const {
+    if (!tells_) return;
+    const std::uint32_t empty = empty_ + stage * device::kMbarrierBytes;
+    if constexpr (Config::kAbreast == 1) {
+      device::MbarrierArrive(empty);
+    } else {
+      device::MbarrierArriveInBlock(empty);
+    }
+  }
+
+ private:
+  bool tells_;
+  std::uint32_t empty_;
+};
 
 // One consumer warpgroup: its part of all tiles of the block.
 template <typename Config>
-__device__ __forceinline__ void ConsumeSlices(const GemmParams& params, const TileGrid& grid, const SliceOutput& output,
+__device__ __forceinline__ void ConsumeSlices(const GemmParams& params, const TileGrid& grid, const StripOutput& output,
                                               const SlicePlace& place, const typename Config::Stages& ring,
                                               UnitWalk& walk, int warp) {
-  using Pair = typename Config::Pair;
   using Stages = typename Config::Stages;
   using Tile = typename Config::Tile;
   const std::uint32_t offset = warp / 4 * device::WgmmaFragment::kRows * device::kSwizzleRowBytes;
-  // Lane l of each warp tells the block with tile l of those abreast.
-  const std::uint32_t lane = threadIdx.x % 32;
-  const std::uint32_t empty = device::InBlock(ring.Empty(0), place.OfTile(lane < place.abreast ? lane : 0));
-  const auto release = [&](int stage) {
-    if constexpr (Config::kAbreast == 1) {
-      if (lane == 0) device::MbarrierArrive(ring.Empty(stage));
-    } else {
-      if (lane < place.abreast) device::MbarrierArriveInBlock(empty + stage * device::kMbarrierBytes);
-    }
-  };
+  const SliceRelease<Config> release(ring, place);
   const Slice slice = SliceOf(grid.k_tiles, place);
-  SliceSums<Config> sums(ring, place);
+  SliceSums<Config> sums(ring, place, warp);
+  const StripStore<Config::kAccumulators> store(params, output, sums.StoreArea());
   RingPosition<Stages::kStages> at;
   for (;;) {
     typename Config::Accumulator acc[Config::kAccumulators];
-    if constexpr (Config::kInTwoLevels) {
-      MultiplyInTwoLevels<Pair, typename Config::B, typename Config::A>(ring, at, offset, slice.count, release, acc);
-    } else {
-      MultiplyThroughout<Pair, typename Config::B, typename Config::A>(ring, at, offset, slice.count, release, acc);
-    }
+    Multiply<Config, typename Config::B, typename Config::A>(ring, at, offset, slice.count, release, Nothing(), acc);
     const TileIndex& index = walk.index();
-    const auto rows =
-        static_cast<std::uint32_t>(min(params.m - std::int64_t{index.m} * Tile::kM, std::int64_t{Tile::kM}));
-    sums.Send(acc, warp, rows, at);
-    StoreSums<Config>(params, index, place, output, warp, rows, walk.last(), sums);
+    const StripPlace strip = PlaceOfStrip<Tile>(params, index, index.n * place.abreast + place.tile, warp);
+    sums.Exchange(acc, strip.rows, walk.last(), at);
+    if (sums.Owns()) store.Store(strip, acc);
     if (walk.last()) break;
     walk.Next();
   }
@@ -361,7 +286,7 @@ template <typename Config>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     SliceGemmKernel(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
                     const __grid_constant__ GemmParams params, const __grid_constant__ TileGrid grid,
-                    const SliceOutput output, const std::uint32_t slices) {
+                    const StripOutput output, const std::uint32_t slices) {
   extern __shared__ unsigned char dynamic_shared[];
   const typename Config::Stages ring(dynamic_shared);
   const std::uint32_t blocks = device::ClusterBlocks();
@@ -375,7 +300,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   }
   if (threadIdx.x == 0) {
     ring.Init(kConsumerWarps * place.abreast);
-    SliceSums<Config>::Init(ring, place);
+    SliceSums<Config>::Init(ring);
     device::FenceMbarrierInit();
   }
   UnitWalk walk(grid);
@@ -402,8 +327,7 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
 template <DType kA, DType kB, DType kOut, Accumulation kAccumulation, GemmLayout kLayout, typename Tile>
 struct SliceGemm {
   static_assert(AContiguousAlongK(kLayout), "16 rows of A are no panel");
-  // Where reading B is what takes time, moving fp8 sums to float32 costs none: both accumulations are the exact one.
-  using Config = SliceConfig<kA, kB, kLayout, HasAccumulationChoice(kA, kB), Tile>;
+  using Config = SliceConfig<kA, kB, kLayout, InTwoLevels(kA, kB, kAccumulation), Tile>;
 
   static cudaError_t Prepare(KernelFacts& facts) {
     return PrepareKernel(&SliceGemmKernel<Config>, Config::Stages::kSharedBytes, kBlockThreads, facts);
@@ -439,7 +363,7 @@ struct SliceGemm {
                               .threads = kBlockThreads,
                               .shared_bytes = Config::Stages::kSharedBytes};
     return LaunchPersistent(&SliceGemmKernel<Config>, launch, context.stream, a_map, b_map, params, grid,
-                            SliceOutputOf(kOut, params), slices);
+                            StripOutputOf(kOut, params), slices);
   }
 
  private:

@@ -72,13 +72,48 @@ __device__ __forceinline__ void ForColumns(const FragmentPlace& place, float (&a
   }
 }
 
-// cuda::Finish over a fragment, in place, pass by pass. What every request pays for is the test that there is nothing
-// to do; multiplying by 1 changes no value.
+// A scale of all rows, or of all columns.
+struct Factor {
+  float value;  // of a scale that is the same for all of D
+  bool varies;
+
+  // A launch reads a value that is the same for all of D once, not for each tile.
+  explicit __device__ __forceinline__ Factor(const GemmScale& scale)
+      : value(scale.vector == nullptr ? scale.scalar : *scale.vector),
+        varies(scale.vector != nullptr && scale.stride != 0) {}
+
+  // Multiplying by 1 changes no value.
+  __device__ __forceinline__ bool Matters() const { return varies || value != 1.0F; }
+};
+
+struct Factors {
+  Factor a;
+  Factor b;
+  bool bias;
+
+  // Once the grid ahead has ended, which may write the scales.
+  explicit __device__ __forceinline__ Factors(const GemmParams& params)
+      : a(params.a_scale), b(params.b_scale), bias(params.bias.data != nullptr) {}
+
+  // Whether they depend on where an element is.
+  __device__ __forceinline__ bool Vary() const { return a.varies || b.varies || bias; }
+};
+
 template <int kCount>
-__device__ __forceinline__ void FinishFragment(const GemmParams& params, const FragmentPlace& place,
-                                               float (&acc)[kCount]) {
+__device__ __forceinline__ void Scale(float factor, float (&acc)[kCount]) {
+#pragma unroll
+  for (float& value : acc) value = __fmul_rn(value, factor);
+}
+
+// cuda::Finish over a fragment, in place, pass by pass. What every request pays for is the test that there is nothing
+// to do. `place` is looked at only if the factors vary.
+template <int kCount>
+__device__ __forceinline__ void FinishFragment(const GemmParams& params, const Factors& factors,
+                                               const FragmentPlace& place, float (&acc)[kCount]) {
   using Fragment = device::WgmmaFragment;
-  if (params.a_scale.vector != nullptr || params.a_scale.scalar != 1.0F) {
+  if (!factors.a.varies) {
+    if (factors.a.Matters()) Scale(factors.a.value, acc);
+  } else {
 #pragma unroll
     for (int r = 0; r < Fragment::kRowPairs; ++r) {
       const int step = r * Fragment::kRowStep;
@@ -90,12 +125,14 @@ __device__ __forceinline__ void FinishFragment(const GemmParams& params, const F
       }
     }
   }
-  if (params.b_scale.vector != nullptr || params.b_scale.scalar != 1.0F) {
+  if (!factors.b.varies) {
+    if (factors.b.Matters()) Scale(factors.b.value, acc);
+  } else {
     ForColumns(
         place, acc, [&](std::int64_t column) { return cuda::ScaleAt(params.b_scale, column); },
         [](float value, float scale) { return __fmul_rn(value, scale); });
   }
-  if (params.bias.data != nullptr) {
+  if (factors.bias) {
     ForColumns(
         place, acc, [&](std::int64_t column) { return cuda::BiasAt(params.bias, column); },
         [](float value, float bias) { return __fadd_rn(value, bias); });
@@ -146,10 +183,27 @@ __device__ __forceinline__ void StoreFloatPairs(const GemmParams& params, const 
   }
 }
 
+// A fragment rounded to bf16, two neighbours of a row a word: half the registers, so that a tile can wait in them until
+// the tensor cores are busy with the next one.
+template <int kTileColumns>
+struct RoundedFragment {
+  std::uint32_t word[kTileColumns / 4];  // [pair of columns][row]
+
+  __device__ __forceinline__ void Set(const float (&acc)[kTileColumns / 2]) {
+    using Fragment = device::WgmmaFragment;
+#pragma unroll
+    for (int i = 0; i < kTileColumns / 4; ++i) {
+      const __nv_bfloat162 pair =
+          __floats2bfloat162_rn(acc[Fragment::Index(i % 2, i / 2, 0)], acc[Fragment::Index(i % 2, i / 2, 1)]);
+      word[i] = __bfloat16_as_ushort(pair.x) | static_cast<std::uint32_t>(__bfloat16_as_ushort(pair.y)) << 16U;
+    }
+  }
+};
+
 // bf16 by the copy engine, which writes whole lines and clips them at D's edges. A warp's 16 rows go through buffers of
-// its own in shared memory, 64 columns at a time, or 32 where a tile is no multiple of 64 wide: no warp waits for
-// another. They lie swizzled, by 128 or 64 bytes, so that eight rows of a matrix are in different banks: of lines of
-// 128 bytes, line l has its 16-byte column c at c ^ (l % 8); of lines of 64 bytes at c ^ (l / 2 % 4).
+// its own in shared memory, a block of 64 columns at a time, or 32 where a tile is no multiple of 64 wide: no warp
+// waits for another. They lie swizzled, by 128 or 64 bytes, so that eight rows of a matrix are in different banks: of
+// lines of 128 bytes, line l has its 16-byte column c at c ^ (l % 8); of lines of 64 bytes at c ^ (l / 2 % 4).
 template <int kTileColumns>
 class StagedStore {
  public:
@@ -157,43 +211,36 @@ class StagedStore {
   static constexpr int kColumns = kNarrow ? 32 : 64;
   static constexpr int kRows = 16;
   static constexpr int kBlocks = kTileColumns / kColumns;
-  // As many as fit behind the ring: with fewer than blocks, a block waits until the copy engine has read one of before.
-  static constexpr int kBuffers = kNarrow ? kBlocks : 2;
+  static constexpr int kBuffers = kNarrow && kBlocks <= 5 ? kBlocks : 2;
+  // Stores of before that may still read when a buffer's turn has come, which is every kBuffers blocks, but sooner
+  // where a tile's first block follows the last one of the tile before.
+  static constexpr int kReading = (kBlocks % kBuffers == 0 ? kBuffers : kBlocks % kBuffers) - 1;
   static constexpr std::uint32_t kLineBytes = kColumns * 2;
   static constexpr std::uint32_t kBufferBytes = kRows * kLineBytes;
   static constexpr std::uint32_t kWarpBytes = kBuffers * kBufferBytes;
   static constexpr std::uint32_t kBytes = 4 * kWarpBytes;  // of a warpgroup
-  static_assert(kTileColumns % kColumns == 0 && kBlocks % kBuffers == 0, "buffers are used in turn");
+  static constexpr std::uint32_t kBoxBytes = 32;           // of a warp
+  static_assert(kTileColumns % kColumns == 0);
   static_assert(kBufferBytes % device::kSwizzleAtomBytes == 0, "every buffer begins at a swizzle atom");
 
-  // `area`: kBytes of the warpgroup's own, aligned to a swizzle atom.
-  __device__ __forceinline__ StagedStore(std::uint32_t area, const CUtensorMap* map)
-      : area_(area + threadIdx.x % 128 / 32 * kWarpBytes), map_(map) {}
+  // `area`: kBytes of the warpgroup's own, aligned to a swizzle atom. `box`: kBoxBytes of the warp's own.
+  __device__ __forceinline__ StagedStore(std::uint32_t area, std::uint32_t box, const CUtensorMap* map)
+      : area_(area + threadIdx.x % 128 / 32 * kWarpBytes), box_(box), map_(map) {}
 
-  // `box`: the first column and row of the warpgroup's part of the tile, and its batch. All 32 threads of a warp.
-  __device__ __forceinline__ void Store(device::TensorCoordinates box, const float (&acc)[kTileColumns / 2]) const {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    box.at[1] += static_cast<std::int32_t>(threadIdx.x % 128 / 32 * kRows);
-    // Lane l names row l % 8 of matrix l / 8: matrices 0 and 1 are the upper and lower 8 rows, 2 and 3 the next
-    // columns.
-    const std::uint32_t line = area_ + (lane / 8 % 2 * 8 + lane % 8) * kLineBytes;
-    const int swizzle = kNarrow ? lane % 8 / 2 : lane % 8;
+  // Where the next blocks go: the first column and row of the warpgroup's part of the tile, and its batch. By the first
+  // thread of a warp. It is kept in shared memory, as registers are scarce.
+  __device__ __forceinline__ void SetBox(const device::TensorCoordinates& box) const {
+    const auto word = [](std::int32_t value) { return static_cast<std::uint32_t>(value); };
+    const std::int32_t row = box.at[1] + static_cast<std::int32_t>(threadIdx.x % 128 / 32 * kRows);
+    device::StoreSharedVector(box_, {{word(box.at[0]), word(row), word(box.at[2]), word(box.at[3])}});
+    device::StoreSharedVector(box_ + sizeof(device::SharedVector), {{word(box.at[4])}});
+  }
+
+  // Block `block`, if there is one of that number. All 32 threads of a warp.
+  __device__ __forceinline__ void Store(std::uint32_t block, const RoundedFragment<kTileColumns>& tile) const {
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      const std::uint32_t buffer = block % kBuffers * kBufferBytes;
-      if (lane == 0) device::WaitStoresRead<kBuffers - 1>();
-      __syncwarp();
-#pragma unroll
-      for (int chunk = 0; chunk < kColumns / 8; chunk += 2) {
-        const int pair = block * (kColumns / 8) + chunk;
-        const std::uint32_t word[4] = {Pack(acc, 0, pair), Pack(acc, 1, pair), Pack(acc, 0, pair + 1),
-                                       Pack(acc, 1, pair + 1)};
-        device::StoreMatrices(line + buffer + ((chunk + lane / 16) ^ swizzle) * 16, word);
-      }
-      device::FenceAsyncProxy();
-      __syncwarp();
-      if (lane == 0) device::TmaStore(map_, area_ + buffer, box);
-      box.at[0] += kColumns;
+    for (int i = 0; i < kBlocks; ++i) {
+      if (static_cast<std::uint32_t>(i) == block) StoreOne(i, tile);
     }
   }
 
@@ -203,15 +250,41 @@ class StagedStore {
   }
 
  private:
-  static __device__ __forceinline__ std::uint32_t Pack(const float (&acc)[kTileColumns / 2], int row, int pair) {
-    using Fragment = device::WgmmaFragment;
-    using Out = cuda::Output<DType::kBf16>;
-    const std::uint32_t low = __bfloat16_as_ushort(Out::Round(acc[Fragment::Index(row, pair, 0)]));
-    const std::uint32_t high = __bfloat16_as_ushort(Out::Round(acc[Fragment::Index(row, pair, 1)]));
-    return low | high << 16U;
+  __device__ __forceinline__ device::TensorCoordinates Box() const {
+    const device::SharedVector first = device::LoadSharedVector(box_);
+    const device::SharedVector rest = device::LoadSharedVector(box_ + sizeof(device::SharedVector));
+    const auto number = [](std::uint32_t word) { return static_cast<std::int32_t>(word); };
+    return {{number(first.word[0]), number(first.word[1]), number(first.word[2]), number(first.word[3]),
+             number(rest.word[0])}};
+  }
+
+  __device__ __forceinline__ void StoreOne(int block, const RoundedFragment<kTileColumns>& tile) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    // Lane l names row l % 8 of matrix l / 8: matrices 0 and 1 are the upper and lower 8 rows, 2 and 3 the next
+    // columns.
+    const std::uint32_t buffer = area_ + block % kBuffers * kBufferBytes;
+    const std::uint32_t line = buffer + (lane / 8 % 2 * 8 + lane % 8) * kLineBytes;
+    const int swizzle = kNarrow ? lane % 8 / 2 : lane % 8;
+    if (lane == 0) device::WaitStoresRead<kReading>();
+    __syncwarp();
+#pragma unroll
+    for (int chunk = 0; chunk < kColumns / 8; chunk += 2) {
+      const int first = (block * (kColumns / 8) + chunk) * 2;
+      const std::uint32_t word[4] = {tile.word[first], tile.word[first + 1], tile.word[first + 2],
+                                     tile.word[first + 3]};
+      device::StoreMatrices(line + ((chunk + lane / 16) ^ swizzle) * 16, word);
+    }
+    device::FenceAsyncProxy();
+    __syncwarp();
+    if (lane == 0) {
+      device::TensorCoordinates box = Box();
+      box.at[0] += block * kColumns;
+      device::TmaStore(map_, buffer, box);
+    }
   }
 
   std::uint32_t area_;  // the warp's
+  std::uint32_t box_;   // the warp's
   const CUtensorMap* map_;
 };
 

@@ -58,7 +58,8 @@ struct WgmmaConfig {
   using A = Operand<kA, AContiguousAlongK(kLayout), Tile::kM, Tile::kM>;
   using B = Operand<kB, BContiguousAlongK(kLayout), Tile::kN, kHalfN>;
   using Staged = StagedStore<Tile::kN>;
-  using Stages = Ring<A::kBytes, B::kBytes, Tile::kStages, kConsumers * Staged::kBytes>;
+  using Stages =
+      Ring<A::kBytes, B::kBytes, Tile::kStages, kConsumers * Staged::kBytes + kConsumerWarps * Staged::kBoxBytes>;
   static constexpr int kAccumulators = device::WgmmaFragment::kRows * Tile::kN / kWarpgroupThreads;
 
   static_assert(Tile::kM == kConsumers * device::WgmmaFragment::kRows, "64 rows a consumer");
@@ -92,6 +93,7 @@ __device__ __forceinline__ void Produce(const CUtensorMap& a_map, const CUtensor
   using Tile = typename Config::Tile;
   using Stages = typename Config::Stages;
   if (grid.k_tiles == 0) return;  // there are no maps then
+  const std::uint32_t stage_bytes = Config::A::TileBytes(params.m) + Config::B::TileBytes(params.n);
   RingPosition<Stages::kStages> at;
   const std::uint32_t step = gridDim.x / cluster.blocks;
   for (std::uint32_t tile = blockIdx.x / cluster.blocks; tile < grid.tiles; tile += step) {
@@ -104,21 +106,22 @@ __device__ __forceinline__ void Produce(const CUtensorMap& a_map, const CUtensor
       const auto k = static_cast<std::int32_t>(k_tile * Tile::kK);
       const std::uint32_t full = ring.Full(at.stage);
       device::MbarrierWait(ring.Empty(at.stage), at.parity ^ 1U);
-      device::MbarrierArriveExpect(full, Stages::kStageBytes);
+      device::MbarrierArriveExpect(full, stage_bytes);
       const auto copy_a = [&](std::uint32_t destination, const device::TensorCoordinates& box) {
         device::TmaLoad(destination, &a_map, full, box);
       };
-      Config::A::Load(ring.A(at.stage), a_box, a_row, k, 0, Tile::kM, copy_a);
+      Config::A::Load(ring.A(at.stage), a_box, params.m, a_row, k, 0, Tile::kM, copy_a);
       if (cluster.blocks == 1) {
         const auto copy_b = [&](std::uint32_t destination, const device::TensorCoordinates& box) {
           device::TmaLoad(destination, &b_map, full, box);
         };
-        Config::B::Load(ring.B(at.stage), b_box, b_row, k, 0, Tile::kN, copy_b);
+        Config::B::Load(ring.B(at.stage), b_box, params.n, b_row, k, 0, Tile::kN, copy_b);
       } else {
         const auto copy_b = [&](std::uint32_t destination, const device::TensorCoordinates& box) {
           device::TmaLoadMulticast(destination, &b_map, full, box, 3);
         };
-        Config::B::Load(ring.B(at.stage), b_box, b_row, k, cluster.rank * Config::kHalfN, Config::kHalfN, copy_b);
+        Config::B::Load(ring.B(at.stage), b_box, params.n, b_row, k, cluster.rank * Config::kHalfN, Config::kHalfN,
+                        copy_b);
       }
       at.Advance();
     }
@@ -136,72 +139,109 @@ struct OutputMap {
   StorePath path;
 };
 
+// Where in D a warpgroup's part of a tile begins, `rows` rows into the block's: for the copy engine.
+template <typename Tile>
+__device__ __forceinline__ device::TensorCoordinates OutputBox(const GemmParams& params, const TileIndex& index,
+                                                               const ClusterPlace& cluster, std::uint32_t rows) {
+  device::TensorCoordinates box = BatchCoordinates(params.d, index);
+  box.at[0] = static_cast<std::int32_t>(index.n * Tile::kN);
+  box.at[1] = static_cast<std::int32_t>((index.m * cluster.blocks + cluster.rank) * Tile::kM + rows);
+  return box;
+}
+
+// The same for a thread's accumulators.
+template <typename Tile>
+__device__ __forceinline__ FragmentPlace OutputPlace(const GemmParams& params, const TileIndex& index,
+                                                     const ClusterPlace& cluster, std::uint32_t rows) {
+  using Fragment = device::WgmmaFragment;
+  FragmentPlace place;
+  for (int i = 0; i < kGemmBatchDimsMax; ++i) place.batch_offset += index.batch[i] * params.d.batch_stride[i];
+  place.row = (std::int64_t{index.m} * cluster.blocks + cluster.rank) * Tile::kM + rows;
+  place.row += Fragment::FirstRow(threadIdx.x);
+  place.column = std::int64_t{index.n} * Tile::kN + Fragment::FirstColumn(threadIdx.x);
+  place.rows = static_cast<int>(params.m - place.row);
+  place.columns = static_cast<int>(params.n - place.column);
+  return place;
+}
+
 template <int kCount>
-__device__ __forceinline__ void StoreTile(const GemmParams& params, const StorePath path,
-                                          const StagedStore<kCount * 2>& staged, const device::TensorCoordinates& box,
-                                          const FragmentPlace& place, float (&value)[kCount]) {
-  FinishFragment(params, place, value);
+__device__ __forceinline__ void StoreElementwise(const GemmParams& params, const StorePath path,
+                                                 const FragmentPlace& place, const float (&value)[kCount]) {
   switch (path) {
-    case StorePath::kBf16Staged:
-      return staged.Store(box, value);
     case StorePath::kBf16Elements:
       return StoreElements<DType::kBf16>(params, place, value);
     case StorePath::kF32Pairs:
       return StoreFloatPairs(params, place, value);
     case StorePath::kF32Elements:
       return StoreElements<DType::kF32>(params, place, value);
+    case StorePath::kBf16Staged:
+      return;
   }
 }
 
-// One consumer warpgroup: all tiles of the block.
+// One consumer warpgroup: all tiles of the block. A tile for the copy engine waits, rounded, in registers, and is
+// stored block by block under the products of the next tile: both warpgroups end a tile at about the same time, and the
+// tensor cores would stand still while they store.
 template <typename Config>
 __device__ __forceinline__ void Consume(const GemmParams& params, const TileGrid& grid, const OutputMap& output,
                                         const ClusterPlace& cluster, const typename Config::Stages& ring,
                                         int consumer) {
-  using Fragment = device::WgmmaFragment;
   using Tile = typename Config::Tile;
-  using Pair = typename Config::Pair;
   using Stages = typename Config::Stages;
-  const typename Config::Staged staged(ring.Area() + consumer * Config::Staged::kBytes, output.map);
+  using A = typename Config::A;
+  using B = typename Config::B;
+  using Staged = typename Config::Staged;
+  const Staged staged(ring.Area() + consumer * Staged::kBytes,
+                      ring.Area() + kConsumers * Staged::kBytes + threadIdx.x / 32 * Staged::kBoxBytes, output.map);
   // Lane l of each warp tells block l of the cluster.
   const std::uint32_t lane = threadIdx.x % 32;
   const std::uint32_t empty = device::InBlock(ring.Empty(0), lane < cluster.blocks ? lane : 0);
   const auto release = [&](int stage) {
     if (lane < cluster.blocks) device::MbarrierArriveInBlock(empty + stage * device::kMbarrierBytes);
   };
-  const std::uint32_t rows = consumer * Fragment::kRows;
+  const std::uint32_t rows = consumer * device::WgmmaFragment::kRows;
+  const Factors factors(params);
   RingPosition<Stages::kStages> at;
   const std::uint32_t step = gridDim.x / cluster.blocks;
-  for (std::uint32_t tile = blockIdx.x / cluster.blocks; tile < grid.tiles; tile += step) {
+  RoundedFragment<Tile::kN> waiting;
+  bool waits = false;
+  std::uint32_t tile = blockIdx.x / cluster.blocks;
+  for (; tile < grid.tiles; tile += step) {
+    // In steps that each take less time than the products of a stage: where to, then block after block.
+    const auto store_waiting = [&](std::uint32_t step_of_store) {
+      if (!waits || step_of_store > Staged::kBlocks) return;
+      if (step_of_store > 0) {
+        staged.Store(step_of_store - 1, waiting);
+      } else if (lane == 0) {
+        staged.SetBox(OutputBox<Tile>(params, TileAt(grid, tile - step), cluster, rows));
+      }
+    };
     typename Config::Accumulator acc[Config::kAccumulators];
-    if constexpr (Config::kInTwoLevels) {
-      MultiplyInTwoLevels<Pair, typename Config::A, typename Config::B>(ring, at, rows * device::kSwizzleRowBytes,
-                                                                        grid.k_tiles, release, acc);
-    } else {
-      MultiplyThroughout<Pair, typename Config::A, typename Config::B>(ring, at, rows * device::kSwizzleRowBytes,
-                                                                       grid.k_tiles, release, acc);
-    }
-    const TileIndex index = TileAt(grid, tile);
-    const std::int64_t first_row = std::int64_t{index.m * cluster.blocks + cluster.rank} * Tile::kM + rows;
-    const std::int64_t first_column = std::int64_t{index.n} * Tile::kN;
-    if (first_row >= params.m) continue;
-    FragmentPlace place;
-    for (int i = 0; i < kGemmBatchDimsMax; ++i) place.batch_offset += index.batch[i] * params.d.batch_stride[i];
-    place.row = first_row + Fragment::FirstRow(threadIdx.x);
-    place.column = first_column + Fragment::FirstColumn(threadIdx.x);
-    place.rows = static_cast<int>(params.m - place.row);
-    place.columns = static_cast<int>(params.n - place.column);
-    device::TensorCoordinates box = BatchCoordinates(params.d, index);
-    box.at[0] = static_cast<std::int32_t>(first_column);
-    box.at[1] = static_cast<std::int32_t>(first_row);
-    if constexpr (std::is_same_v<typename Config::Accumulator, float>) {
-      StoreTile(params, output.path, staged, box, place, acc);
-    } else {
-      float value[Config::kAccumulators];
+    Multiply<Config, A, B>(ring, at, rows * device::kSwizzleRowBytes, grid.k_tiles, release, store_waiting, acc);
+    // What a short K has left of it.
+    for (std::uint32_t k = grid.k_tiles; k <= Staged::kBlocks; ++k) store_waiting(k);
+    float value[Config::kAccumulators];
 #pragma unroll
-      for (int i = 0; i < Config::kAccumulators; ++i) value[i] = __int2float_rn(acc[i]);
-      StoreTile(params, output.path, staged, box, place, value);
+    for (int i = 0; i < Config::kAccumulators; ++i) {
+      if constexpr (std::is_same_v<typename Config::Accumulator, float>) {
+        value[i] = acc[i];
+      } else {
+        value[i] = __int2float_rn(acc[i]);
+      }
     }
+    waits = output.path == StorePath::kBf16Staged;
+    FragmentPlace place;
+    if (!waits || factors.Vary()) place = OutputPlace<Tile>(params, TileAt(grid, tile), cluster, rows);
+    FinishFragment(params, factors, place, value);
+    if (waits) {
+      waiting.Set(value);
+    } else {
+      StoreElementwise(params, output.path, place, value);
+    }
+  }
+  if (waits) {
+    if (lane == 0) staged.SetBox(OutputBox<Tile>(params, TileAt(grid, tile - step), cluster, rows));
+    for (std::uint32_t block = 0; block < Staged::kBlocks; ++block) staged.Store(block, waiting);
   }
   staged.Finish();
 }
