@@ -26,6 +26,7 @@ enum class When : std::uint8_t {
   kOneRound,   // no more tiles than processors, and enough to keep memory busy
   kFullRound,  // the same, and for most of them
   kNotWide,    // no more tiles of 96 columns, of which one row of tiles has many, than processors
+  kManyTiles,  // one for each processor, or more
   kLeastTime,  // no other recipe of whole tiles of the same tree takes less time
 };
 
@@ -44,11 +45,11 @@ struct DegradedBand {
 // CPU bands. Packing a panel costs more than 16 x 16 x 64 products; one or two tiles of a long K leave threads idle
 // unless K is split; everything else is whole tiles.
 // CUDA bands. The Hopper tree first, where it can address the operands. To 64 rows reading B is what takes time: strips
-// with all of K for the fewest rows, where there is one for each processor; then tiles so narrow that all processors
-// read; else the least tile that has all rows, in slices of K, but for problems with more than 32 rows so wide that
-// whole tiles keep all busy. Above, slices where whole tiles would leave processors idle and K is long enough to pay
-// for their exchange, and else the whole tiles of the width that takes the least time. Of the portable tiles, the small
-// one where a tall one would be mostly empty.
+// with all of K for the fewest rows, where there is one for each processor; else the least tile that has all rows, in
+// slices of K, but for more than 32 rows whole tiles where these give work to most processors or to all of them several
+// times. Above, slices where whole tiles would leave processors idle and K is long enough to pay for their exchange,
+// and else the whole tiles of the width that takes the least time. What the copy engine cannot address is packed first,
+// if its elements are bytes. Of the portable tiles, the small one where a tall one would be mostly empty.
 constexpr DegradedBand kDegradedBands[] = {
     {Backend::kCpu, 16, 16, -1, 64, "reference"},
     {Backend::kCpu, 96, 96, 1024, kOpen, "splitk_48x48x512"},
@@ -56,12 +57,12 @@ constexpr DegradedBand kDegradedBands[] = {
     {Backend::kCpu, kOpen, kOpen, -1, kOpen, "reference"},
     {Backend::kCuda, 8, kOpen, -1, kOpen, "narrow_16x32x128_s18", When::kOneRound},
     {Backend::kCuda, 8, kOpen, -1, kOpen, "narrow_16x32x256_s18", When::kOneRound},
-    {Backend::kCuda, 64, kOpen, -1, kOpen, "128x96x64_s7", When::kFullRound},
-    {Backend::kCuda, 64, kOpen, -1, kOpen, "128x96x128_s7", When::kFullRound},
     {Backend::kCuda, 16, kOpen, -1, kOpen, "slices_16x128x64_s12"},
     {Backend::kCuda, 16, kOpen, -1, kOpen, "slices_16x128x128_s12"},
     {Backend::kCuda, 32, kOpen, -1, kOpen, "slices_32x128x64_s10"},
     {Backend::kCuda, 32, kOpen, -1, kOpen, "slices_32x128x128_s10"},
+    {Backend::kCuda, 64, kOpen, -1, kOpen, "128x96x64_s7", When::kFullRound},
+    {Backend::kCuda, 64, kOpen, -1, kOpen, "128x96x128_s7", When::kFullRound},
     {Backend::kCuda, 64, kOpen, -1, kOpen, "slices_64x128x64_s8", When::kNotWide},
     {Backend::kCuda, 64, kOpen, -1, kOpen, "slices_64x128x128_s8", When::kNotWide},
     {Backend::kCuda, kOpen, kOpen, 6143, kOpen, "slices_128x128x64_s5", When::kPartial},
@@ -78,6 +79,8 @@ constexpr DegradedBand kDegradedBands[] = {
     {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x96x128_s7", When::kLeastTime},
     {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x64x64_s8", When::kLeastTime},
     {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x64x128_s8", When::kLeastTime},
+    {Backend::kCuda, kOpen, kOpen, -1, kOpen, "packed_128x256x128_s4", When::kManyTiles},
+    {Backend::kCuda, kOpen, kOpen, -1, kOpen, "packed_128x128x128_s6"},
     {Backend::kCuda, 64, kOpen, -1, kOpen, "64x64x64_s4"},
     {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x128x32_s4"},
     {Backend::kVendor, kOpen, kOpen, -1, kOpen, "cublaslt"},
@@ -128,7 +131,11 @@ std::int64_t Saturating(const DeviceFacts& facts) {
 }
 
 bool CanRun(const GemmVariant& variant, const GemmProblem& problem, const DeviceFacts& facts) {
-  return facts.archs.Has(variant.info.arch) && problem.addressable.Has(variant.info.arch);
+  if (!facts.archs.Has(variant.info.arch)) return false;
+  if (variant.info.workspace != kernels::WorkspaceRule::kPacked) return problem.addressable.Has(variant.info.arch);
+  constexpr std::int64_t kTilesLimit = std::int64_t{1} << 31;
+  return kernels::PackedTakes(problem.gemm_class, problem.m, problem.n, problem.k) &&
+         CountTiles(problem, variant.tile.m, variant.tile.n) < kTilesLimit;
 }
 
 bool IsWholeTiles(const GemmVariant& variant) {
@@ -149,6 +156,8 @@ bool Holds(When when, const GemmVariant& variant, std::span<const GemmVariant> c
       const std::int64_t tiles = CountTiles(problem, variant.tile.m, variant.tile.n);
       return tiles <= std::max(1, facts.processors) && tiles >= Saturating(facts);
     }
+    case When::kManyTiles:
+      return CountTiles(problem, variant.tile.m, variant.tile.n) >= std::max(1, facts.processors);
     case When::kFullRound: {
       const std::int64_t tiles = CountTiles(problem, variant.tile.m, variant.tile.n);
       return tiles <= std::max(1, facts.processors) && 4 * tiles > 3 * std::int64_t{std::max(1, facts.processors)};
@@ -222,7 +231,8 @@ absl::StatusOr<Plan> GemmPlanner::Decide(const GemmProblem& problem, const Devic
       if (variant.info.recipe != band.recipe || !CanRun(variant, problem, facts)) continue;
       if (!Holds(band.when, variant, catalogue_, *variants, problem, facts)) continue;
       const int split = SplitFor(variant, problem, facts);
-      const auto workspace = kernels::GemmWorkspaceBytes(variant, problem.batch, problem.m, problem.n, split);
+      const auto workspace =
+          kernels::GemmWorkspaceBytes(variant, problem.batch, problem.m, problem.n, problem.k, split);
       if (!workspace.has_value() || *workspace > facts.workspace_bytes_max) continue;
       return Plan{.variant = index, .split = split, .workspace_bytes = *workspace, .source = Source::kDegraded};
     }

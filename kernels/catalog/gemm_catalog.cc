@@ -1,5 +1,6 @@
 #include "kernels/catalog/gemm_catalog.h"
 
+#include <algorithm>
 #include <array>
 
 namespace tessera::kernels {
@@ -37,6 +38,19 @@ constexpr bool AccumulationIsNamedFastWithoutChoice() {
 static_assert(AccumulationIsNamedFastWithoutChoice(),
               "gemm.kernels.toml: accum_choice and HasAccumulationChoice must name the same pairs");
 
+// All of both operands where that is no more than kWanted, else parts of them; a tile of each is the least.
+std::optional<std::int64_t> PackedWorkspaceBytes(const GemmVariant& variant, std::int64_t batch, std::int64_t m,
+                                                 std::int64_t n, std::int64_t k) {
+  constexpr std::int64_t kWanted = (std::int64_t{64} << 20) - 2 * kPackAlignment;
+  if (!PackedTakes(variant.gemm_class, m, n, k)) return std::nullopt;
+  const std::int64_t row = PackedRowBytes(k);
+  const std::int64_t least =
+      (std::min<std::int64_t>(m, variant.tile.m) + std::min<std::int64_t>(n, variant.tile.n)) * row;
+  std::int64_t all = 0;
+  if (__builtin_mul_overflow((m + n) * row, batch, &all)) all = kWanted;
+  return std::max(least, std::min(all, kWanted)) + 2 * kPackAlignment;
+}
+
 }  // namespace
 
 std::span<const GemmVariant> GemmVariants() {
@@ -51,10 +65,11 @@ std::optional<std::size_t> FindGemmVariant(std::string_view id) {
 }
 
 std::optional<std::int64_t> GemmWorkspaceBytes(const GemmVariant& variant, std::int64_t batch, std::int64_t m,
-                                               std::int64_t n, int split) {
+                                               std::int64_t n, std::int64_t k, int split) {
   if (batch == 0 || m == 0 || n == 0) return 0;
   if (variant.info.workspace == WorkspaceRule::kNone || variant.info.workspace == WorkspaceRule::kCluster) return 0;
   if (variant.info.workspace == WorkspaceRule::kLibrary) return kLibraryWorkspaceBytes;
+  if (variant.info.workspace == WorkspaceRule::kPacked) return PackedWorkspaceBytes(variant, batch, m, n, k);
   std::int64_t bytes = static_cast<std::int64_t>(GemmAccumulatorBytes(variant.gemm_class));
   for (const std::int64_t factor : {batch, m, n, static_cast<std::int64_t>(split)}) {
     if (__builtin_mul_overflow(bytes, factor, &bytes)) return std::nullopt;

@@ -34,8 +34,23 @@ constexpr std::size_t GemmAccumulatorBytes(const GemmClass& gemm_class) {
   return gemm_class.a == DType::kS8 && gemm_class.b == DType::kS8 ? 8 : 4;
 }
 
+// Of variants that pack operands of one byte: bytes from one packed row to the next.
+inline constexpr std::int64_t kPackAlignment = 256;
+constexpr std::int64_t PackedRowBytes(std::int64_t k) {
+  constexpr std::int64_t kLine = 16;
+  return (k + kLine - 1) / kLine * kLine;
+}
+
+// Extents that they take: what the copy engine's coordinates reach, and for integers sums that fit 32 bits. Whatever
+// the strides and the alignment.
+constexpr bool PackedTakes(const GemmClass& gemm_class, std::int64_t m, std::int64_t n, std::int64_t k) {
+  constexpr std::int64_t kExtents = std::int64_t{1} << 31;
+  constexpr std::int64_t kIntegerSum = std::int64_t{1} << 17;
+  return m < kExtents && n < kExtents && k < (gemm_class.a == DType::kS8 ? kIntegerSum : kExtents);
+}
+
 // Scratch that a launch with `split` K slices needs; nullopt if the number does not fit 63 bits.
 std::optional<std::int64_t> GemmWorkspaceBytes(const GemmVariant& variant, std::int64_t batch, std::int64_t m,
-                                               std::int64_t n, int split);
+                                               std::int64_t n, std::int64_t k, int split);
 
 }  // namespace tessera::kernels

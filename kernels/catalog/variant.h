@@ -56,6 +56,7 @@ enum class WorkspaceRule : std::uint8_t {
   kNone,
   kSplitPartials,  // split x batch x M x N accumulators
   kCluster,        // none: the slices of K meet in the shared memory of a cluster of blocks
+  kPacked,         // operands that are copied first, as far as they fit PackedWorkspaceBytes
   kLibrary,        // kLibraryWorkspaceBytes, whatever the problem
 };
 

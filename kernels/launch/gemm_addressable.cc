@@ -8,7 +8,7 @@ namespace {
 
 // The smallest tile of a Hopper variant: fewer tiles than with it are legal for all.
 constexpr std::int64_t kLeastTileM = 16;
-constexpr std::int64_t kLeastTileN = 128;
+constexpr std::int64_t kLeastTileN = 32;
 
 }  // namespace
 

@@ -52,7 +52,7 @@ bool ShapeFits(const GemmVariant& variant, const GemmParams& params, const Launc
   if (!TakesSplit(variant.info.workspace) && shape.split != 1) return false;
   std::int64_t batch = 1;
   for (const std::int64_t extent : params.batch_shape) batch *= extent;
-  const auto needed = GemmWorkspaceBytes(variant, batch, params.m, params.n, shape.split);
+  const auto needed = GemmWorkspaceBytes(variant, batch, params.m, params.n, params.k, shape.split);
   return needed.has_value() && static_cast<std::uint64_t>(*needed) <= context.workspace.bytes;
 }
 

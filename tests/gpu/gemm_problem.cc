@@ -218,7 +218,7 @@ Run GemmProblem::Launch(std::size_t variant, const GemmParams& params, const Lau
   const kernels::GemmVariant& row = kernels::GemmVariants()[variant];
   const Output& output = OutputOf(row.gemm_class.out);
   const auto scratch_bytes =
-      kernels::GemmWorkspaceBytes(row, problem().Matrices(), problem().m, problem().n, shape.split);
+      kernels::GemmWorkspaceBytes(row, problem().Matrices(), problem().m, problem().n, problem().k, shape.split);
   Run run{.poison = poison};
   const std::lock_guard lock(gpu_.mutex);
   if (gpu_.lost) {
@@ -321,7 +321,8 @@ bool MustTake(const kernels::GemmVariant& variant, const GemmParams& params) {
   switch (variant.info.arch) {
     case kernels::Arch::kSm90a: {
       const bool sum_fits = c.a != DType::kS8 || c.b != DType::kS8 || params.k < kInt8SumLimit;
-      return params.k == 0 || (inputs_aligned && sum_fits);
+      const bool packs = variant.info.workspace == kernels::WorkspaceRule::kPacked;
+      return params.k == 0 || ((packs || inputs_aligned) && sum_fits);
     }
     case kernels::Arch::kVendor:
       return params.k > 0 && inputs_aligned && params.bias.data == nullptr && params.a_scale.vector == nullptr &&

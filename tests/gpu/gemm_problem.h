@@ -127,8 +127,8 @@ bool Refused(const kernels::GemmVariant& variant, const Run& run);
 // What a variant of the class may keep its sums in.
 oracle::Accumulator AccumulatorOf(const kernels::GemmClass& gemm_class);
 
-// Whether a variant has to take the problem: sm80 and sm89 take any view; sm90a what tensor maps can express and int32
-// can sum; a library's minimum is one plain aligned product.
+// Whether a variant has to take the problem: sm80 and sm89 take any view; sm90a what tensor maps can express, or any
+// view if it packs, and int32 can sum; a library's minimum is one plain aligned product.
 bool MustTake(const kernels::GemmVariant& variant, const kernels::GemmParams& params);
 
 }  // namespace tessera::gpu_test

@@ -155,27 +155,45 @@ TEST(GemmCatalogue, FindsVariantsByIdOnly) {
 TEST(GemmWorkspace, IsAccumulatorsOfSplitBatchMAndN) {
   const GemmVariant floats = VariantWith(WorkspaceRule::kSplitPartials, DType::kBf16, DType::kS8);
   const GemmVariant integers = VariantWith(WorkspaceRule::kSplitPartials, DType::kS8, DType::kS8);
-  EXPECT_EQ(GemmWorkspaceBytes(floats, 2, 3, 5, 7), 4 * 2 * 3 * 5 * 7);
-  EXPECT_EQ(GemmWorkspaceBytes(integers, 2, 3, 5, 7), 8 * 2 * 3 * 5 * 7);
-  EXPECT_EQ(GemmWorkspaceBytes(floats, 0, 3, 5, 7), 0);
-  EXPECT_EQ(GemmWorkspaceBytes(floats, 1, 0, 5, 7), 0);
-  EXPECT_EQ(GemmWorkspaceBytes(floats, 1, 65'536, 65'536, 2), std::int64_t{1} << 35);
+  EXPECT_EQ(GemmWorkspaceBytes(floats, 2, 3, 5, 1, 7), 4 * 2 * 3 * 5 * 7);
+  EXPECT_EQ(GemmWorkspaceBytes(integers, 2, 3, 5, 1, 7), 8 * 2 * 3 * 5 * 7);
+  EXPECT_EQ(GemmWorkspaceBytes(floats, 0, 3, 5, 1, 7), 0);
+  EXPECT_EQ(GemmWorkspaceBytes(floats, 1, 0, 5, 1, 7), 0);
+  EXPECT_EQ(GemmWorkspaceBytes(floats, 1, 65'536, 65'536, 1, 2), std::int64_t{1} << 35);
 }
 
 TEST(GemmWorkspace, IsNothingForVariantsThatTakeNone) {
   for (const WorkspaceRule rule : {WorkspaceRule::kNone, WorkspaceRule::kCluster}) {
-    EXPECT_EQ(GemmWorkspaceBytes(VariantWith(rule, DType::kBf16, DType::kBf16), 1, 16, 4096, 8), 0);
+    EXPECT_EQ(GemmWorkspaceBytes(VariantWith(rule, DType::kBf16, DType::kBf16), 1, 16, 4096, 1, 8), 0);
   }
   const GemmVariant variant = VariantWith(WorkspaceRule::kNone, DType::kS8, DType::kS8);
   constexpr std::int64_t kMax = std::numeric_limits<std::int64_t>::max();
-  EXPECT_EQ(GemmWorkspaceBytes(variant, kMax, kMax, kMax, 1), 0);
+  EXPECT_EQ(GemmWorkspaceBytes(variant, kMax, kMax, kMax, 1, 1), 0);
 }
 
 TEST(GemmWorkspace, OfALibraryIsFixed) {
   const GemmVariant variant = VariantWith(WorkspaceRule::kLibrary, DType::kBf16, DType::kBf16);
-  EXPECT_EQ(GemmWorkspaceBytes(variant, 1, 1, 1, 1), kLibraryWorkspaceBytes);
-  EXPECT_EQ(GemmWorkspaceBytes(variant, 9, 4096, 4096, 1), kLibraryWorkspaceBytes);
-  EXPECT_EQ(GemmWorkspaceBytes(variant, 1, 0, 4096, 1), 0);
+  EXPECT_EQ(GemmWorkspaceBytes(variant, 1, 1, 1, 1, 1), kLibraryWorkspaceBytes);
+  EXPECT_EQ(GemmWorkspaceBytes(variant, 9, 4096, 4096, 1, 1), kLibraryWorkspaceBytes);
+  EXPECT_EQ(GemmWorkspaceBytes(variant, 1, 0, 4096, 1, 1), 0);
+}
+
+TEST(GemmWorkspace, OfPackedOperandsIsAllOfThemOrEnoughForParts) {
+  GemmVariant variant = VariantWith(WorkspaceRule::kPacked, DType::kE4m3, DType::kE4m3);
+  variant.tile = {.m = 128, .n = 256, .k = 128};
+  // Rows of 112 bytes for K = 100.
+  EXPECT_EQ(GemmWorkspaceBytes(variant, 2, 3, 5, 100, 1), 2 * (3 + 5) * 112 + 2 * kPackAlignment);
+  EXPECT_EQ(GemmWorkspaceBytes(variant, 1, 3, 0, 100, 1), 0);
+  constexpr std::int64_t kMiB = std::int64_t{1} << 20;
+  EXPECT_EQ(GemmWorkspaceBytes(variant, 1, 8192, 57344, 8192, 1), 64 * kMiB);
+  EXPECT_EQ(GemmWorkspaceBytes(variant, std::int64_t{1} << 40, 65536, 65536, 65536, 1),
+            64 * kMiB);
+  // A tile of each, however long.
+  EXPECT_EQ(GemmWorkspaceBytes(variant, 1, 8192, 8192, kMiB, 1), (128 + 256) * kMiB + 2 * kPackAlignment);
+  EXPECT_EQ(GemmWorkspaceBytes(variant, 1, std::int64_t{1} << 31, 1, 1, 1), std::nullopt);
+  const GemmVariant integers = VariantWith(WorkspaceRule::kPacked, DType::kS8, DType::kS8);
+  EXPECT_NE(GemmWorkspaceBytes(integers, 1, 1, 1, (1 << 17) - 1, 1), std::nullopt);
+  EXPECT_EQ(GemmWorkspaceBytes(integers, 1, 1, 1, 1 << 17, 1), std::nullopt);
 }
 
 TEST(GemmWorkspace, BeyondSixtyThreeBitsIsNullopt) {
@@ -183,15 +201,15 @@ TEST(GemmWorkspace, BeyondSixtyThreeBitsIsNullopt) {
   const GemmVariant integers = VariantWith(WorkspaceRule::kSplitPartials, DType::kS8, DType::kS8);
   constexpr std::int64_t kTwo31 = std::int64_t{1} << 31;
   constexpr std::int64_t kLargest = (std::int64_t{1} << 61) - 1;  // float32 accumulators below 2^63 bytes
-  EXPECT_EQ(GemmWorkspaceBytes(floats, 1, kLargest, 1, 1), kLargest * 4);
-  EXPECT_EQ(GemmWorkspaceBytes(floats, 1, kLargest + 1, 1, 1), std::nullopt);
-  EXPECT_EQ(GemmWorkspaceBytes(floats, 1, 1, kLargest, 2), std::nullopt);
-  EXPECT_EQ(GemmWorkspaceBytes(floats, kTwo31, kTwo31, 1, 1), std::nullopt);
-  EXPECT_EQ(GemmWorkspaceBytes(floats, 1, kTwo31, kTwo31 / 2, 1), std::nullopt);
-  EXPECT_EQ(GemmWorkspaceBytes(floats, 1, kTwo31, kTwo31 / 4, 1), std::int64_t{1} << 62);
-  EXPECT_EQ(GemmWorkspaceBytes(integers, 1, kTwo31, kTwo31 / 4, 1), std::nullopt);
+  EXPECT_EQ(GemmWorkspaceBytes(floats, 1, kLargest, 1, 1, 1), kLargest * 4);
+  EXPECT_EQ(GemmWorkspaceBytes(floats, 1, kLargest + 1, 1, 1, 1), std::nullopt);
+  EXPECT_EQ(GemmWorkspaceBytes(floats, 1, 1, kLargest, 1, 2), std::nullopt);
+  EXPECT_EQ(GemmWorkspaceBytes(floats, kTwo31, kTwo31, 1, 1, 1), std::nullopt);
+  EXPECT_EQ(GemmWorkspaceBytes(floats, 1, kTwo31, kTwo31 / 2, 1, 1), std::nullopt);
+  EXPECT_EQ(GemmWorkspaceBytes(floats, 1, kTwo31, kTwo31 / 4, 1, 1), std::int64_t{1} << 62);
+  EXPECT_EQ(GemmWorkspaceBytes(integers, 1, kTwo31, kTwo31 / 4, 1, 1), std::nullopt);
   // 2^64 + 2^34 bytes would wrap to a small positive number.
-  EXPECT_EQ(GemmWorkspaceBytes(floats, 1, kTwo31, kTwo31 + 2, 1), std::nullopt);
+  EXPECT_EQ(GemmWorkspaceBytes(floats, 1, kTwo31, kTwo31 + 2, 1, 1), std::nullopt);
 }
 
 }  // namespace

@@ -43,7 +43,8 @@ std::vector<int> SplitsFor(const GemmVariant& variant, std::int64_t k) {
 }
 
 LaunchError RunGemm(std::size_t variant, const GemmParams& params, int split, const HostParallel& parallel) {
-  const auto bytes = GemmWorkspaceBytes(GemmVariants()[variant], oracle::BatchCount(params), params.m, params.n, split);
+  const auto bytes =
+      GemmWorkspaceBytes(GemmVariants()[variant], oracle::BatchCount(params), params.m, params.n, params.k, split);
   if (!bytes.has_value()) {
     ADD_FAILURE() << "workspace does not fit";
     return kLaunchInvalidValue;

@@ -25,7 +25,7 @@ ROW_KEYS = {"arch", "recipe", "launcher", "header", "sources", "tile", "stages",
 ARCHS = {"cpu": ("cc", "CPU"), "sm80": ("cu", "CUDA"), "sm89": ("cu", "CUDA"), "sm90a": ("cu", "CUDA"),
          "vendor": ("cc", "VENDOR")}
 WORKSPACES = {"none": "WorkspaceRule::kNone", "split_partials": "WorkspaceRule::kSplitPartials",
-              "cluster": "WorkspaceRule::kCluster", "library": "WorkspaceRule::kLibrary"}
+              "cluster": "WorkspaceRule::kCluster", "packed": "WorkspaceRule::kPacked", "library": "WorkspaceRule::kLibrary"}
 
 
 def fail(message):

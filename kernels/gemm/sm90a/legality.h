@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "common/dtype.h"
+#include "kernels/catalog/gemm_catalog.h"
 #include "kernels/catalog/gemm_class.h"
 #include "kernels/gemm/gemm_params.h"
 
@@ -95,6 +96,19 @@ inline std::string_view GemmIllegal(const GemmParams& params, const GemmClass& g
   if (!a.empty()) return a;
   return InputIllegal(params.b, gemm_class.b, BContiguousAlongK(gemm_class.layout), params.n, params.k,
                       params.batch_shape);
+}
+
+// The same for a kernel that packs its operands first.
+inline std::string_view PackIllegal(const GemmParams& params, const GemmClass& gemm_class, std::int64_t tile_m,
+                                    std::int64_t tile_n) {
+  if (params.m < 0 || params.n < 0 || params.k < 0) return "a negative extent";
+  for (const std::int64_t extent : params.batch_shape) {
+    if (extent < 0) return "a negative extent";
+    if (extent >= kTmaExtentLimit) return "an extent is 2^31 or more";
+  }
+  if (!PackedTakes(gemm_class, params.m, params.n, params.k)) return "an extent is too large";
+  if (CountTiles(params, tile_m, tile_n) >= kGridTilesLimit) return "2^31 tiles or more";
+  return {};
 }
 
 }  // namespace tessera::kernels::sm90a

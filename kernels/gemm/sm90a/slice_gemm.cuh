@@ -111,8 +111,10 @@ class SliceProducer {
   // Of the tile with batch coordinates `a_box` and `b_box`, a row of A and one of B.
   __device__ __forceinline__ void Fill(const Slice& slice, const device::TensorCoordinates& a_box,
                                        const device::TensorCoordinates& b_box, std::int32_t a_row, std::int32_t b_row) {
+    const std::uint32_t begin = FirstStep(static_cast<std::uint32_t>(b_row) / Tile::kN, slice.count);
     for (std::uint32_t i = 0; i < slice.count; ++i) {
-      const auto k = static_cast<std::int32_t>((slice.first + i) * Tile::kK);
+      const std::uint32_t step = begin + i < slice.count ? begin + i : begin + i - slice.count;
+      const auto k = static_cast<std::int32_t>((slice.first + step) * Tile::kK);
       WaitForStage();
       const std::uint32_t full = ring_.Full(at_.stage);
       device::MbarrierArriveExpect(full, stage_bytes_);
@@ -147,6 +149,17 @@ class SliceProducer {
   }
 
  private:
+  // The step of a slice with which a column of tiles begins; after the last it goes on with the first. Where blocks
+  // read other rows of B at the same time, they read a little faster if not all are at the same K, whose lines are a
+  // row of B apart. With many rows of A that costs more, as the blocks find those in L2 if they read them at the same
+  // time. It depends on the column alone, so that what becomes of a row of A does not depend on which it is.
+  static __device__ __forceinline__ std::uint32_t FirstStep(std::uint32_t column, std::uint32_t steps) {
+    constexpr std::uint32_t kApart = 7;
+    constexpr int kFewRows = 32;
+    if constexpr (Tile::kM > kFewRows) return 0;
+    return steps > 0 ? column * kApart % steps : 0;
+  }
+
   __device__ __forceinline__ void FetchA(const device::TensorCoordinates& box, std::int32_t row, std::int32_t k,
                                          std::uint32_t full) const {
     if (Config::kAbreast == 1 || place_.abreast == 1) {

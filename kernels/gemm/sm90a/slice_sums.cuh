@@ -120,7 +120,7 @@ class SliceSums {
       expect();
       for (int i = 0; i < Sums::kLentStages; ++i) at.Advance();
       device::MbarrierWait(ArrivedBarrier(ring_), parity_);
-      Add(acc, chunks);
+      Add(acc);
       __syncwarp();
       // Nobody waits for the last ones, which might come when their block has gone.
       const std::uint32_t lane = threadIdx.x % 32;
@@ -164,12 +164,12 @@ class SliceSums {
     return ring_.Area() + (other * StripsOf(place_, block) + strip) * Sums::kStripBytes;
   }
 
+  // All chunks to the lent stage, of which `chunks` go to the other block.
   __device__ __forceinline__ void Send(const Accumulator (&acc)[Config::kAccumulators], std::uint32_t chunks,
                                        std::uint32_t part) const {
     const std::uint32_t lane = threadIdx.x % 32;
 #pragma unroll
     for (int chunk = 0; chunk < Sums::kChunks; ++chunk) {
-      if (static_cast<std::uint32_t>(chunk) >= chunks) break;
       device::SharedVector sums;
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums.word[i] = WordOf(acc[chunk * 4 + i]);
@@ -186,14 +186,14 @@ class SliceSums {
     }
   }
 
-  __device__ __forceinline__ void Add(Accumulator (&acc)[Config::kAccumulators], std::uint32_t chunks) const {
+  // With chunks that nobody sent: sums of rows outside of D, whatever they become.
+  __device__ __forceinline__ void Add(Accumulator (&acc)[Config::kAccumulators]) const {
     const std::uint32_t lane = threadIdx.x % 32;
     for (std::uint32_t i = 1; i < place_.slices; ++i) {
       const std::uint32_t slice = (place_.slice + i) % place_.slices;
       const std::uint32_t strip = ReceivedStrip(place_.slice, slice, warp_ - first_) + lane * 16;
 #pragma unroll
       for (int chunk = 0; chunk < Sums::kChunks; ++chunk) {
-        if (static_cast<std::uint32_t>(chunk) >= chunks) break;
         const device::SharedVector sums = device::LoadSharedVector(strip + chunk * Sums::kChunkBytes);
 #pragma unroll
         for (int j = 0; j < 4; ++j) acc[chunk * 4 + j] += SumOf<Accumulator>(sums.word[j]);

@@ -144,12 +144,12 @@ class StripStore {
     }
   }
 
-  // Turned over in shared memory, rows of D as lines of 32 bytes, from where two threads store a row's 16 columns.
+  // Turned over in shared memory, rows of D as lines of 32 bytes, from where two threads store a row's 16 columns. Rows
+  // outside of D are turned over with the rest, for fewer branches.
   __device__ __forceinline__ void StoreVectors(const StripPlace& place, const float (&value)[kCount]) const {
     __syncwarp();  // of the strip before, all has been read
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; chunk += 2) {
-      if (static_cast<std::uint32_t>(chunk * kChunkRows) >= place.rows) break;
       std::uint32_t word[4];  // [chunk][half]
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -161,21 +161,40 @@ class StripStore {
       device::StoreMatricesTransposed(area_ + row * kLineBytes + Lane() / 8 % 2 * 16, word);
     }
     __syncwarp();
-    auto* const d = static_cast<__nv_bfloat16*>(params_.d.data) + place.batch_offset + place.column + Lane() % 2 * 8;
-    const std::int64_t columns = params_.n - place.column - Lane() % 2 * 8;
-#pragma unroll 4
-    for (std::uint32_t row = Lane() / 2; row < place.rows; row += 16) {
-      const device::SharedVector line = device::LoadSharedVector(area_ + row * kLineBytes + Lane() % 2 * 16);
-      __nv_bfloat16* const to = d + (place.row + row) * params_.d.row_stride;
-      if (columns >= 8) {
-        *reinterpret_cast<device::SharedVector*>(to) = line;
-      } else {
+    constexpr int kRowsAtOnce = 16;
+    constexpr int kGroup = kChunks * kChunkRows / kRowsAtOnce < 4 ? kChunks * kChunkRows / kRowsAtOnce : 4;
+    std::uint32_t row = Lane() / 2;
+    const std::int64_t column = place.column + Lane() % 2 * 8;
+    auto* to = static_cast<__nv_bfloat16*>(params_.d.data) + place.batch_offset +
+               (place.row + row) * params_.d.row_stride + column;
+    const std::int64_t columns = params_.n - column;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const auto bits = static_cast<unsigned short>(line.word[i / 2] >> (i % 2 * 16U));
-          if (i < columns) to[i] = __ushort_as_bfloat16(bits);
-        }
+    for (int group = 0; group < kChunks * kChunkRows / kRowsAtOnce / kGroup; ++group) {
+      device::SharedVector line[kGroup];
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        line[i] = device::LoadSharedVector(area_ + (row + i * kRowsAtOnce) * kLineBytes + Lane() % 2 * 16);
       }
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        if (row < place.rows) StoreLine(to, columns, line[i]);
+        row += kRowsAtOnce;
+        to += kRowsAtOnce * params_.d.row_stride;
+      }
+    }
+  }
+
+  // Eight neighbours of a row, of which `columns` are in D.
+  static __device__ __forceinline__ void StoreLine(__nv_bfloat16* to, std::int64_t columns,
+                                                   const device::SharedVector& line) {
+    if (columns >= 8) {
+      *reinterpret_cast<device::SharedVector*>(to) = line;
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const auto bits = static_cast<unsigned short>(line.word[i / 2] >> (i % 2 * 16U));
+      if (i < columns) to[i] = __ushort_as_bfloat16(bits);
     }
   }
 
