@@ -42,13 +42,15 @@ static_assert(AccumulationIsNamedFastWithoutChoice(),
 std::optional<std::int64_t> PackedWorkspaceBytes(const GemmVariant& variant, std::int64_t batch, std::int64_t m,
                                                  std::int64_t n, std::int64_t k) {
   constexpr std::int64_t kWanted = (std::int64_t{64} << 20) - 2 * kPackAlignment;
-  if (!PackedTakes(variant.gemm_class, m, n, k)) return std::nullopt;
+  constexpr std::int64_t kLongest = std::int64_t{1} << 50;
+  if (k > kLongest) return std::nullopt;
   const std::int64_t row = PackedRowBytes(k);
   const std::int64_t least =
       (std::min<std::int64_t>(m, variant.tile.m) + std::min<std::int64_t>(n, variant.tile.n)) * row;
   std::int64_t all = 0;
-  if (__builtin_mul_overflow((m + n) * row, batch, &all)) all = kWanted;
-  return std::max(least, std::min(all, kWanted)) + 2 * kPackAlignment;
+  const bool many = __builtin_add_overflow(m, n, &all) || __builtin_mul_overflow(all, row, &all) ||
+                    __builtin_mul_overflow(all, batch, &all);
+  return std::max(least, many ? kWanted : std::min(all, kWanted)) + 2 * kPackAlignment;
 }
 
 }  // namespace

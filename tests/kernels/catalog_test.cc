@@ -186,14 +186,24 @@ TEST(GemmWorkspace, OfPackedOperandsIsAllOfThemOrEnoughForParts) {
   EXPECT_EQ(GemmWorkspaceBytes(variant, 1, 3, 0, 100, 1), 0);
   constexpr std::int64_t kMiB = std::int64_t{1} << 20;
   EXPECT_EQ(GemmWorkspaceBytes(variant, 1, 8192, 57344, 8192, 1), 64 * kMiB);
-  EXPECT_EQ(GemmWorkspaceBytes(variant, std::int64_t{1} << 40, 65536, 65536, 65536, 1),
-            64 * kMiB);
+  EXPECT_EQ(GemmWorkspaceBytes(variant, std::int64_t{1} << 40, 65536, 65536, 65536, 1), 64 * kMiB);
   // A tile of each, however long.
   EXPECT_EQ(GemmWorkspaceBytes(variant, 1, 8192, 8192, kMiB, 1), (128 + 256) * kMiB + 2 * kPackAlignment);
-  EXPECT_EQ(GemmWorkspaceBytes(variant, 1, std::int64_t{1} << 31, 1, 1, 1), std::nullopt);
-  const GemmVariant integers = VariantWith(WorkspaceRule::kPacked, DType::kS8, DType::kS8);
-  EXPECT_NE(GemmWorkspaceBytes(integers, 1, 1, 1, (1 << 17) - 1, 1), std::nullopt);
-  EXPECT_EQ(GemmWorkspaceBytes(integers, 1, 1, 1, 1 << 17, 1), std::nullopt);
+  constexpr std::int64_t kMax = std::numeric_limits<std::int64_t>::max();
+  EXPECT_EQ(GemmWorkspaceBytes(variant, kMax, kMax, kMax, 1, 1), 64 * kMiB);
+  EXPECT_EQ(GemmWorkspaceBytes(variant, 1, 1, 1, kMax, 1), std::nullopt);
+}
+
+TEST(GemmWorkspace, PackingTakesWhatTheCopyEngineCountsAndInt32Sums) {
+  const GemmClass floats = {.a = DType::kE4m3, .b = DType::kE5m2};
+  const GemmClass integers = {.a = DType::kS8, .b = DType::kS8};
+  constexpr std::int64_t kLargest = (std::int64_t{1} << 31) - 1;
+  EXPECT_TRUE(PackedTakes(floats, kLargest, kLargest, kLargest));
+  EXPECT_FALSE(PackedTakes(floats, kLargest + 1, 1, 1));
+  EXPECT_FALSE(PackedTakes(floats, 1, kLargest + 1, 1));
+  EXPECT_FALSE(PackedTakes(floats, 1, 1, kLargest + 1));
+  EXPECT_TRUE(PackedTakes(integers, 1, 1, (1 << 17) - 1));
+  EXPECT_FALSE(PackedTakes(integers, 1, 1, 1 << 17));
 }
 
 TEST(GemmWorkspace, BeyondSixtyThreeBitsIsNullopt) {

@@ -48,6 +48,8 @@ struct SliceConfig {
   using Sums = Exchange<Tile::kM, Tile::kN, B::kBytes + A::kBytes>;
   using Stages = Ring<B::kBytes, A::kBytes, Tile::kStages, Sums::kBytes>;
   static constexpr int kAccumulators = device::WgmmaFragment::kRows * Tile::kM / kWarpgroupThreads;
+  // Not where sums are short: what they may lose is bounded for products in the order of K (kernels/gemm/README.md).
+  static constexpr bool kStaggers = Tile::kM <= 32 && (kTwoLevels || !HasAccumulationChoice(kA, kB));
 
   static_assert(Tile::kN == kConsumers * device::WgmmaFragment::kRows, "64 rows of B a consumer");
   static_assert(Tile::kK == A::kTileK && Tile::kK == B::kTileK, "a step of K is one swizzled row");
@@ -155,8 +157,7 @@ class SliceProducer {
   // time. It depends on the column alone, so that what becomes of a row of A does not depend on which it is.
   static __device__ __forceinline__ std::uint32_t FirstStep(std::uint32_t column, std::uint32_t steps) {
     constexpr std::uint32_t kApart = 7;
-    constexpr int kFewRows = 32;
-    if constexpr (Tile::kM > kFewRows) return 0;
+    if constexpr (!Config::kStaggers) return 0;
     return steps > 0 ? column * kApart % steps : 0;
   }
 
