@@ -194,7 +194,7 @@ int ClusterSplitFor(const GemmVariant& variant, const GemmProblem& problem, cons
          steps >= 2 * kLeastSteps * split) {
     split *= 2;
   }
-  return split == 2 && variant.tile.m >= kManyRows && 3 * tiles <= processors ? 3 : split;
+  return split == 2 && variant.tile.m >= kManyRows && 4 * tiles <= processors ? 3 : split;
 }
 
 // Enough slices to give each processor two, none shorter than one K block of the tile.
