@@ -35,12 +35,6 @@
 
 namespace tessera::kernels::sm90a {
 
-// A consumer's thread holds half as many accumulators as in wgmma_gemm.cuh, and the producer has more to know.
-inline constexpr int kSliceConsumerRegisters = 216;
-inline constexpr int kSliceProducerRegisters = 72;
-static_assert(kWarpgroupThreads * (kConsumers * kSliceConsumerRegisters + kSliceProducerRegisters) <= 65536,
-              "RaiseRegisters would wait for ever");
-
 template <DType kA, DType kB, GemmLayout kLayout, bool kTwoLevels, typename TileShape>
 struct SliceConfig {
   using Tile = TileShape;
@@ -106,8 +100,8 @@ class SliceProducer {
                                            const Stages& ring, const SlicePlace& place)
       : a_map_(a_map),
         b_map_(b_map),
-        m_(static_cast<std::uint32_t>(params.m)),
-        n_(static_cast<std::uint32_t>(params.n)),
+        m_(params.m),
+        n_(params.n),
         stage_bytes_(Config::A::TileBytes(params.m) + Config::B::TileBytes(params.n)),
         ring_(ring),
         place_(place) {
@@ -207,8 +201,8 @@ class SliceProducer {
 
   const CUtensorMap& a_map_;
   const CUtensorMap& b_map_;
-  std::uint32_t m_;
-  std::uint32_t n_;
+  std::int64_t m_;
+  std::int64_t n_;
   std::uint32_t stage_bytes_;
   Stages ring_;
   SlicePlace place_;
@@ -229,7 +223,7 @@ __device__ __forceinline__ void ProduceSlices(const CUtensorMap& a_map, const CU
   for (;;) {
     const TileIndex& index = walk.index();
     producer.Fill(slice, BatchCoordinates(params.a, index), BatchCoordinates(params.b, index),
-                  TileBegin(index.m, Tile::kM, params.m),
+                  static_cast<std::int32_t>(index.m * Tile::kM),
                   static_cast<std::int32_t>((index.n * place.abreast + place.tile) * Tile::kN));
     if (place.slices > 1) producer.Lend();
     if (walk.last()) break;
@@ -244,7 +238,7 @@ template <typename Tile>
 __device__ __forceinline__ StripPlace PlaceOfStrip(const GemmParams& params, const TileIndex& index,
                                                    std::uint32_t tile_of_row, std::uint32_t warp) {
   StripPlace place = {.batch_offset = 0,
-                      .row = TileBegin(index.m, Tile::kM, params.m),
+                      .row = std::int64_t{index.m} * Tile::kM,
                       .column = std::int64_t{tile_of_row} * Tile::kN + warp * 16,
                       .rows = 0};
   for (int i = 0; i < kGemmBatchDimsMax; ++i) place.batch_offset += index.batch[i] * params.d.batch_stride[i];
@@ -331,10 +325,10 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   // Read from one lane, so that the compiler sees that a warp has one role.
   const int warp = __shfl_sync(0xFFFFFFFFU, static_cast<int>(threadIdx.x) / 32, 0);
   if (warp < kConsumerWarps) {
-    device::RaiseRegisters<kSliceConsumerRegisters>();
+    device::RaiseRegisters<kConsumerRegisters>();
     ConsumeSlices<Config>(params, grid, output, place, ring, walk, warp);
   } else {
-    device::LowerRegisters<kSliceProducerRegisters>();
+    device::LowerRegisters<kProducerRegisters>();
     if (warp == kConsumerWarps && device::ElectOne()) {
       ProduceSlices<Config>(a_map, b_map, params, grid, place, ring, walk);
     }

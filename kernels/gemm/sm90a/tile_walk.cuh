@@ -42,14 +42,4 @@ __device__ __forceinline__ TileIndex TileAt(const TileGrid& grid, std::uint32_t 
           .n = n};
 }
 
-// The first row, or column, of tile number `tile` of `extent`. The last one is moved back to end with the matrix, where
-// it would reach beyond it: the copy engine takes longer for rows that are not there than for those that are. What two
-// tiles then have in common is computed twice, with the same bits.
-__device__ __forceinline__ std::int32_t TileBegin(std::uint32_t tile, int tile_extent, std::int64_t extent) {
-  // Extents are below 2^31, so the end of the last tile fits 32 bits without a sign.
-  const std::uint32_t begin = tile * tile_extent;
-  const std::uint32_t last = static_cast<std::uint32_t>(extent) - tile_extent;  // wraps where the tile is larger
-  return static_cast<std::int32_t>(extent >= tile_extent ? min(begin, last) : begin);
-}
-
 }  // namespace tessera::kernels::sm90a

@@ -100,8 +100,8 @@ __device__ __forceinline__ void Produce(const CUtensorMap& a_map, const CUtensor
     const TileIndex index = TileAt(grid, tile);
     const device::TensorCoordinates a_box = BatchCoordinates(params.a, index);
     const device::TensorCoordinates b_box = BatchCoordinates(params.b, index);
-    const std::int32_t a_row = TileBegin(index.m * cluster.blocks + cluster.rank, Tile::kM, params.m);
-    const std::int32_t b_row = TileBegin(index.n, Tile::kN, params.n);
+    const auto a_row = static_cast<std::int32_t>((index.m * cluster.blocks + cluster.rank) * Tile::kM);
+    const auto b_row = static_cast<std::int32_t>(index.n * Tile::kN);
     for (std::uint32_t k_tile = 0; k_tile < grid.k_tiles; ++k_tile) {
       const auto k = static_cast<std::int32_t>(k_tile * Tile::kK);
       const std::uint32_t full = ring.Full(at.stage);
@@ -144,8 +144,8 @@ template <typename Tile>
 __device__ __forceinline__ device::TensorCoordinates OutputBox(const GemmParams& params, const TileIndex& index,
                                                                const ClusterPlace& cluster, std::uint32_t rows) {
   device::TensorCoordinates box = BatchCoordinates(params.d, index);
-  box.at[0] = TileBegin(index.n, Tile::kN, params.n);
-  box.at[1] = TileBegin(index.m * cluster.blocks + cluster.rank, Tile::kM, params.m) + static_cast<std::int32_t>(rows);
+  box.at[0] = static_cast<std::int32_t>(index.n * Tile::kN);
+  box.at[1] = static_cast<std::int32_t>((index.m * cluster.blocks + cluster.rank) * Tile::kM + rows);
   return box;
 }
 
@@ -156,9 +156,9 @@ __device__ __forceinline__ FragmentPlace OutputPlace(const GemmParams& params, c
   using Fragment = device::WgmmaFragment;
   FragmentPlace place;
   for (int i = 0; i < kGemmBatchDimsMax; ++i) place.batch_offset += index.batch[i] * params.d.batch_stride[i];
-  place.row = std::int64_t{TileBegin(index.m * cluster.blocks + cluster.rank, Tile::kM, params.m)} + rows +
-              Fragment::FirstRow(threadIdx.x);
-  place.column = TileBegin(index.n, Tile::kN, params.n) + Fragment::FirstColumn(threadIdx.x);
+  place.row = (std::int64_t{index.m} * cluster.blocks + cluster.rank) * Tile::kM + rows;
+  place.row += Fragment::FirstRow(threadIdx.x);
+  place.column = std::int64_t{index.n} * Tile::kN + Fragment::FirstColumn(threadIdx.x);
   place.rows = static_cast<int>(params.m - place.row);
   place.columns = static_cast<int>(params.n - place.column);
   return place;
