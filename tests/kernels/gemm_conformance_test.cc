@@ -247,7 +247,8 @@ TEST(GemmLaunch, RefusesWhatTheVariantCannotTakeAndTouchesNothing) {
     if (variant.info.workspace == WorkspaceRule::kNone) {
       EXPECT_EQ(LaunchGemm(index, problem.params(), {.split = 2}, {}), kLaunchInvalidValue);
     } else {
-      const auto needed = GemmWorkspaceBytes(variant, 1, problem.params().m, problem.params().n, problem.params().k, 2).value();
+      const auto needed =
+          GemmWorkspaceBytes(variant, 1, problem.params().m, problem.params().n, problem.params().k, 2).value();
       std::vector<std::byte> scratch(static_cast<std::size_t>(needed));
       const Workspace short_by_one = {.scratch = scratch.data(), .bytes = scratch.size() - 1};
       EXPECT_EQ(LaunchGemm(index, problem.params(), {.split = 2}, {.workspace = short_by_one}), kLaunchInvalidValue);
