@@ -337,6 +337,7 @@ class Client {
   bool remote() const;  // over TCP
 
  private:
+  friend class Planner;  // client/planner.h
   explicit Client(std::shared_ptr<ClientCore> core);
   std::shared_ptr<ClientCore> core_;
 };

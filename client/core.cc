@@ -103,7 +103,8 @@ ClientCore::ClientCore(ConnectOptions connect_options, std::shared_ptr<grpc::Cha
       channel(std::move(to_daemon)),
       admin(v1::Admin::NewStub(channel)),
       memory(v1::Memory::NewStub(channel)),
-      compute(v1::Compute::NewStub(channel)) {}
+      compute(v1::Compute::NewStub(channel)),
+      planner(v1::Planner::NewStub(channel)) {}
 
 void ClientCore::Prepare(grpc::ClientContext& context) const {
   context.set_deadline(std::chrono::system_clock::now() + options.timeout);

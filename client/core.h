@@ -17,6 +17,7 @@
 #include "tessera/v1/admin.grpc.pb.h"
 #include "tessera/v1/compute.grpc.pb.h"
 #include "tessera/v1/memory.grpc.pb.h"
+#include "tessera/v1/planner.grpc.pb.h"
 #include "tessera/v1/side_channel.pb.h"
 
 namespace tessera::client {
@@ -44,6 +45,7 @@ class ClientCore {
   const std::unique_ptr<v1::Admin::Stub> admin;
   const std::unique_ptr<v1::Memory::Stub> memory;
   const std::unique_ptr<v1::Compute::Stub> compute;
+  const std::unique_ptr<v1::Planner::Stub> planner;
 
  private:
   ClientCore(ConnectOptions connect_options, std::shared_ptr<grpc::Channel> to_daemon);

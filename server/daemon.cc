@@ -1,6 +1,7 @@
 #include "server/daemon.h"
 
 #include <netinet/tcp.h>
+#include <spdlog/fmt/fmt.h>
 #include <spdlog/spdlog.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -13,6 +14,7 @@
 #include <cstdint>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -21,11 +23,15 @@
 #include "common/status_macros.h"
 #include "common/text.h"
 #include "kernels/catalog/gemm_catalog.h"
+#include "planner/planner.h"
 #include "server/exec/devices.h"
 #include "server/exec/executor.h"
+#include "server/planner_setup.h"
 #include "server/rpc/admin_service.h"
 #include "server/rpc/compute_service.h"
 #include "server/rpc/memory_service.h"
+#include "server/rpc/planner_service.h"
+#include "server/rpc/planner_watch.h"
 #include "server/rpc/rpc.h"
 #include "server/rpc/rpc_server.h"
 #include "server/rpc/tls.h"
@@ -106,6 +112,9 @@ MetricsOptions MetricsOptionsOf(const Nvml* nvml) {
   MetricsOptions options{.version = std::string(Version()), .variants = {}};
   if (nvml != nullptr) options.gpu = nvml->identity();
   for (const auto& variant : kernels::GemmVariants()) options.variants.emplace_back(variant.info.id);
+  std::set<std::string> classes;
+  for (const auto& variant : kernels::GemmVariants()) classes.insert(variant.gemm_class.ToString());
+  options.classes.assign(classes.begin(), classes.end());
   return options;
 }
 
@@ -145,7 +154,8 @@ std::uint32_t NewEpoch() {
 // Members in order of construction; destruction in reverse stops the doors first, then what is behind them.
 class Daemon::Parts {
  public:
-  Parts(const LoadedSettings& loaded, OpenedDevices opened, std::shared_ptr<LossReport> loss, std::uint32_t restarts)
+  Parts(const LoadedSettings& loaded, std::uint32_t epoch, planner::PlannerOptions planner, OpenedDevices opened,
+        std::shared_ptr<LossReport> loss, std::uint32_t restarts)
       : settings_(loaded.values),
         setting_report_(loaded.report),
         nvml_(OpenNvml(opened.gpu_memory.get())),
@@ -154,6 +164,7 @@ class Daemon::Parts {
         isolation_(opened.isolation),
         gpu_memory_(std::move(opened.gpu_memory)),
         reaper_(std::chrono::seconds(settings_.cleanup_patience_s), metrics_),
+        planner_(std::move(planner)),
         executor_(std::move(opened.devices), PreferredBackend(settings_),
                   {.queue_max = settings_.queue_max,
                    .queue_per_session_max = settings_.queue_per_session_max,
@@ -161,13 +172,14 @@ class Daemon::Parts {
                    .unavailable = std::move(opened.unavailable),
                    .gpu_wait_timeout = std::chrono::milliseconds(settings_.gpu_wait_timeout_ms),
                    .end_session = [this](Session& session) { EndStuck(session); }},
-                  metrics_),
+                  metrics_, &planner_),
         sessions_(
-            NewEpoch(), LimitsOf(settings_, opened.gpu_memory_bytes), metrics_, reaper_,
+            epoch, LimitsOf(settings_, opened.gpu_memory_bytes), metrics_, reaper_,
             [this](const StreamSpec& spec) { return executor_.MakeLane(spec); }, GpuMemories()),
         scope_{.settings = settings_, .metrics = metrics_, .peers = peers_, .sessions = sessions_},
         compute_(scope_, executor_),
         memory_(scope_, executor_),
+        planner_service_(scope_, executor_, planner_, watch_pump_, {.error = "this daemon keeps no rows"}),
         restarts_(restarts),
         loss_(std::move(loss)) {
     metrics_.SetIsolationMode(isolation_);
@@ -307,6 +319,7 @@ class Daemon::Parts {
     metrics_.SetSyncs(counts.streams, counts.timelines);
     const Reaper::Counts cleanups = reaper_.counts();
     metrics_.SetCleanups(cleanups.waiting, cleanups.stuck);
+    metrics_.SetPlanner(ReadingOf(planner_.State()));
     ReadGpu();
   }
 
@@ -328,7 +341,7 @@ class Daemon::Parts {
                               .draining = [this] { return draining_.load(); },
                               .cleanups_stuck = [this] { return reaper_.counts().stuck; },
                               .drain = [this] { RequestDrain(); }});
-    ASSIGN_OR_RETURN(rpc_server_, RpcServer::Start({.services = {&compute_, &memory_, &*admin_},
+    ASSIGN_OR_RETURN(rpc_server_, RpcServer::Start({.services = {&compute_, &memory_, &*admin_, &planner_service_},
                                                     .message_bytes_max = settings_.message_bytes_max,
                                                     .calls_per_connection_max = settings_.calls_per_connection_max,
                                                     .memory_bytes_max = settings_.rpc_memory_bytes_max,
@@ -400,11 +413,14 @@ class Daemon::Parts {
   const IsolationMode isolation_;
   const std::unique_ptr<DeviceMemory> gpu_memory_;  // outlives the buffers on it, and the work that uses them
   Reaper reaper_;                                   // likewise
+  planner::Planner planner_;
   Executor executor_;
   SessionTable sessions_;
   RpcScope scope_;
   ComputeService compute_;
   MemoryService memory_;
+  WatchPump watch_pump_;
+  PlannerService planner_service_;
   std::optional<AdminService> admin_;
   std::string socket_path_;
   std::optional<UnixListener> rpc_listener_;
@@ -425,13 +441,15 @@ class Daemon::Parts {
 
 absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const LoadedSettings& settings, std::uint32_t restarts) {
   const auto loss = std::make_shared<LossReport>();
+  const std::uint32_t epoch = NewEpoch();
+  ASSIGN_OR_RETURN(planner::PlannerOptions planner, PlannerOptionsOf(settings, fmt::format("{:08x}", epoch)));
   ASSIGN_OR_RETURN(OpenedDevices opened,
                    OpenDevices({.cpu_threads = static_cast<int>(settings.values.cpu_threads),
                                 .cuda_device = settings.values.cuda_device,
                                 .isolation = settings.values.isolation,
                                 .workspace_bytes_max = settings.values.workspace_bytes_max,
                                 .lost = [loss](const absl::Status& status) { loss->Tell(status); }}));
-  auto parts = std::make_unique<Parts>(settings, std::move(opened), loss, restarts);
+  auto parts = std::make_unique<Parts>(settings, epoch, std::move(planner), std::move(opened), loss, restarts);
   RETURN_IF_ERROR(parts->Start());
   return std::unique_ptr<Daemon>(new Daemon(std::move(parts)));
 }

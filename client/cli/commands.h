@@ -23,6 +23,7 @@ Command AddLogLevel(CLI::App& app, const GlobalOptions& options);
 Command AddConfig(CLI::App& app, const GlobalOptions& options);
 Command AddDrain(CLI::App& app, const GlobalOptions& options);
 Command AddMetrics(CLI::App& app, const GlobalOptions& options);
+Command AddPlan(CLI::App& app, const GlobalOptions& options);
 Command AddBench(CLI::App& app, const GlobalOptions& options);
 
 }  // namespace tessera::client::cli

@@ -41,7 +41,8 @@ int main(int argc, char** argv) {
 
   const std::vector<Command> commands = {AddStatus(app, options),  AddGemm(app, options),    AddSessions(app, options),
                                          AddBuffers(app, options), AddMetrics(app, options), AddLogLevel(app, options),
-                                         AddConfig(app, options),  AddDrain(app, options),   AddBench(app, options)};
+                                         AddConfig(app, options),  AddDrain(app, options),   AddPlan(app, options),
+                                         AddBench(app, options)};
   const auto is_named = [&](const Command& command) { return command.app->get_name() == argv[1]; };
   if (argc > 1 && argv[1][0] != '-' && std::none_of(commands.begin(), commands.end(), is_named)) {
     std::fprintf(stderr, "tessera: unknown command '%s'; `tessera --help` lists them\n", argv[1]);

@@ -44,7 +44,11 @@ class ArchSet {
     for (const Arch arch : archs) Add(arch);
   }
   constexpr void Add(Arch arch) { bits_ |= Bit(arch); }
+  constexpr void Remove(Arch arch) { bits_ &= ~Bit(arch); }
   constexpr bool Has(Arch arch) const { return (bits_ & Bit(arch)) != 0; }
+  // One bit a tree; equal sets have equal bits.
+  constexpr std::uint32_t bits() const { return bits_; }
+  friend constexpr bool operator==(const ArchSet&, const ArchSet&) = default;
 
  private:
   static constexpr std::uint32_t Bit(Arch arch) { return std::uint32_t{1} << static_cast<unsigned>(arch); }

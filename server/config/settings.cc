@@ -25,6 +25,7 @@
 #include "common/paths.h"
 #include "common/status_macros.h"
 #include "common/text.h"
+#include "server/config/environment_seeds.h"
 #include "yaml-cpp/eventhandler.h"
 #include "yaml-cpp/exceptions.h"
 #include "yaml-cpp/mark.h"
@@ -486,6 +487,7 @@ class Loader {
   }
 
   absl::Status AddEnvironment(const GetEnvironment& getenv) {
+    RETURN_IF_ERROR(AddSeeds(getenv));  // before the settings' own variables, which win
     for (const SettingRow& row : kRows) {
       const std::string variable = EnvironmentName(row.name);
       std::optional<std::string> text = getenv(variable);
@@ -509,6 +511,7 @@ class Loader {
   void WarnOfUnknown(std::span<const std::string> variables) {
     std::vector<std::string> known = AllNames(EnvironmentName);
     known.emplace_back(kConfigVariable);
+    for (const EnvironmentSeed& seed : EnvironmentSeeds()) known.emplace_back(seed.variable);
     for (const std::string& variable : variables) {
       if (!variable.starts_with(kVariablePrefix)) continue;
       if (std::find(known.begin(), known.end(), variable) != known.end()) continue;
@@ -541,6 +544,26 @@ class Loader {
     std::string source;
     std::string where;  // for messages
   };
+
+  absl::Status AddSeeds(const GetEnvironment& getenv) {
+    for (const EnvironmentSeed& seed : EnvironmentSeeds()) {
+      const std::optional<std::string> text = getenv(std::string(seed.variable));
+      if (!text.has_value() || text->empty()) continue;
+      if (seed.setting.empty()) {
+        loaded_.warnings.push_back(absl::StrCat("environment variable ", Av(seed.variable), ": ", Av(seed.help)));
+        continue;
+      }
+      const std::string where = absl::StrCat("environment ", Av(seed.variable));
+      const absl::StatusOr<std::string> value = SeedText(seed, *text);
+      if (!value.ok()) {
+        return absl::InvalidArgumentError(absl::StrCat(where, ": ", Quote(*text), " ", value.status().message()));
+      }
+      RETURN_IF_ERROR(Set(*FindRow(seed.setting), {.items = {*value}}, "environment", where));
+      loaded_.warnings.push_back(absl::StrCat("environment variable ", Av(seed.variable), " is deprecated; ",
+                                              EnvironmentName(seed.setting), "=", *value, " says the same"));
+    }
+    return absl::OkStatus();
+  }
 
   absl::Status Set(const SettingRow& row, const RawValue& raw, std::string_view source, std::string where) {
     if (const absl::Status set = SetValue(row, raw, loaded_.values); !set.ok()) {
@@ -816,7 +839,7 @@ std::string SettingsMarkdown() {
     absl::StrAppend(&text, "| `", Av(row.name), "` | ", DefaultForPeople(row), " | ", Av(row.unit), " | ", Accepts(row),
                     " | ", Av(row.help), " |\n");
   }
-  return text;
+  return text + EnvironmentSeedsMarkdown();
 }
 
 std::string_view Version() {

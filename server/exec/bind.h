@@ -8,7 +8,7 @@
 
 #include "absl/status/statusor.h"
 #include "kernels/gemm/gemm_params.h"
-#include "planner/gemm_planner.h"
+#include "planner/gemm/problem.h"
 #include "server/exec/call.h"
 #include "server/session/session_table.h"
 

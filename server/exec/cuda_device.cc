@@ -712,7 +712,11 @@ absl::StatusOr<std::unique_ptr<CudaDevice>> OpenCudaDevice(const CudaDeviceOptio
   const planner::DeviceFacts cuda{.backend = kernels::Backend::kCuda,
                                   .archs = archs,
                                   .processors = facts.multiprocessors,
-                                  .workspace_bytes_max = options.workspace_bytes_max};
+                                  .workspace_bytes_max = options.workspace_bytes_max,
+                                  .l2_bytes = facts.l2_bytes,
+                                  .shared_bytes_per_block = facts.shared_bytes_per_block,
+                                  .shared_bytes_per_processor = facts.shared_bytes_per_multiprocessor,
+                                  .threads_per_processor = facts.threads_per_multiprocessor};
   std::vector<planner::DeviceFacts> backends = {cuda};
   if (archs.Has(kernels::Arch::kVendor)) {
     backends.push_back(cuda);

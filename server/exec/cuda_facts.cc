@@ -65,6 +65,10 @@ absl::StatusOr<CudaFacts> CudaFactsOf(int ordinal) {
                   .uuid = UuidText(properties.uuid),
                   .compute_capability = properties.major * 10 + properties.minor,
                   .multiprocessors = properties.multiProcessorCount,
+                  .l2_bytes = properties.l2CacheSize,
+                  .shared_bytes_per_block = static_cast<std::int64_t>(properties.sharedMemPerBlockOptin),
+                  .shared_bytes_per_multiprocessor = static_cast<std::int64_t>(properties.sharedMemPerMultiprocessor),
+                  .threads_per_multiprocessor = properties.maxThreadsPerMultiProcessor,
                   .memory_bytes = properties.totalGlobalMem};
   RETURN_IF_ERROR(Unavailable(cudaDriverGetVersion(&facts.driver_version), "cudaDriverGetVersion"));
   RETURN_IF_ERROR(Unavailable(cudaRuntimeGetVersion(&facts.runtime_version), "cudaRuntimeGetVersion"));

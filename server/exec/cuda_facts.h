@@ -19,6 +19,10 @@ struct CudaFacts {
   std::string uuid;            // as nvidia-smi lists it: GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx
   int compute_capability = 0;  // 90 = sm_90
   int multiprocessors = 0;
+  std::int64_t l2_bytes = 0;
+  std::int64_t shared_bytes_per_block = 0;  // that a kernel can ask for
+  std::int64_t shared_bytes_per_multiprocessor = 0;
+  int threads_per_multiprocessor = 0;
   std::uint64_t memory_bytes = 0;
   int driver_version = 0;   // CUDA version that the driver serves, 13000 = 13.0
   int runtime_version = 0;  // that this build has

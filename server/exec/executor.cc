@@ -242,14 +242,21 @@ class Executor::Wait {
 };
 
 Executor::Executor(std::vector<std::unique_ptr<Device>> devices, std::optional<kernels::Backend> default_backend,
-                   const ExecutorOptions& options, Metrics& metrics)
-    : options_(options), metrics_(metrics), gemm_planner_(kernels::GemmVariants()), devices_(std::move(devices)) {
+                   const ExecutorOptions& options, Metrics& metrics, planner::Planner* planner)
+    : options_(options),
+      metrics_(metrics),
+      own_planner_(planner == nullptr ? std::make_unique<planner::Planner>() : nullptr),
+      planner_(planner == nullptr ? *own_planner_ : *planner),
+      devices_(std::move(devices)) {
   for (const auto& device : devices_) {
     for (const planner::DeviceFacts& facts : device->facts()) servers_.push_back({device.get(), &facts});
   }
   std::stable_partition(servers_.begin(), servers_.end(),
                         [&](const Server& server) { return server.facts->backend == default_backend; });
   default_backend_ = servers_.front().facts->backend;
+  for (const kernels::GemmVariant& variant : kernels::GemmVariants()) {
+    class_labels_.push_back(metrics_.FindClass(variant.gemm_class.ToString()));
+  }
 }
 
 // Devices wait for their queued jobs, whose callbacks use the members below them. The CPU, which is last, goes first:
@@ -278,7 +285,7 @@ absl::StatusOr<planner::Plan> Executor::PlanOn(const Server& server, const Bound
   }
   planner::GemmProblem problem = gemm.problem;
   problem.addressable = kernels::AddressableBy(problem.gemm_class, gemm.params);
-  return gemm_planner_.Decide(problem, *server.facts);
+  return planner_.Decide(problem, *server.facts);
 }
 
 absl::StatusOr<Executor::Choice> Executor::TryServer(const Server& server, const Submission& submission) const {
@@ -294,15 +301,30 @@ absl::StatusOr<Executor::Choice> Executor::TryServer(const Server& server, const
   return choice;
 }
 
+absl::Status Executor::Unavailable(kernels::Backend backend) const {
+  const auto why = options_.unavailable.find(backend);
+  return absl::UnimplementedError(
+      absl::StrCat("options.backend: ", Av(kernels::BackendName(backend)), " is not available in this daemon",
+                   why == options_.unavailable.end() ? "" : absl::StrCat(" (", why->second, ")"),
+                   "; `tessera status` lists what is"));
+}
+
+std::vector<planner::DeviceFacts> Executor::Facts() const {
+  std::vector<planner::DeviceFacts> facts;
+  for (const Server& server : servers_) facts.push_back(*server.facts);
+  return facts;
+}
+
+absl::StatusOr<planner::DeviceFacts> Executor::FactsOf(kernels::Backend backend) const {
+  if (const Server* server = Find(backend); server != nullptr) return *server->facts;
+  return Unavailable(backend);
+}
+
 // A backend that the request names is strict; else the first that can, in order of preference.
 absl::StatusOr<Executor::Choice> Executor::Choose(const Submission& submission) const {
   if (submission.backend.has_value()) {
     if (const Server* server = Find(*submission.backend); server != nullptr) return TryServer(*server, submission);
-    const auto why = options_.unavailable.find(*submission.backend);
-    return absl::UnimplementedError(absl::StrCat(
-        "options.backend: ", Av(kernels::BackendName(*submission.backend)), " is not available in this daemon",
-        why == options_.unavailable.end() ? "" : absl::StrCat(" (", why->second, ")"),
-        "; `tessera status` lists what is"));
+    return Unavailable(*submission.backend);
   }
   absl::Status refused;
   for (const Server& server : servers_) {
@@ -424,7 +446,7 @@ void Executor::Submit(Submission submission) {
     report.flops = of.ops[i].Flops();
     metrics_.OperationAccepted();
     if (of.ops[i].Empty()) continue;
-    metrics_.PlannerDecided(OpFamily::kGemm, plan.source);
+    metrics_.PlannerDecided(OpFamily::kGemm, class_labels_[plan.variant], plan.source);
     report.variant = kernels::GemmVariants()[plan.variant].info.id;
     report.source = plan.source;
     report.split = plan.split;

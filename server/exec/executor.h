@@ -25,7 +25,7 @@
 #include "absl/container/inlined_vector.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "planner/gemm_planner.h"
+#include "planner/planner.h"
 #include "server/exec/bind.h"
 #include "server/exec/device.h"
 #include "server/session/session_table.h"
@@ -92,9 +92,9 @@ struct BackendState {
 class Executor {
  public:
   // `default_backend`: who computes what names no backend, where it can; nullopt = the first that can, in the order of
-  // `devices`.
+  // `devices`. `planner` outlives the executor and may be re-configured meanwhile; null: one of its own.
   Executor(std::vector<std::unique_ptr<Device>> devices, std::optional<kernels::Backend> default_backend,
-           const ExecutorOptions& options, Metrics& metrics);
+           const ExecutorOptions& options, Metrics& metrics, planner::Planner* planner = nullptr);
   ~Executor();  // waits for operations in flight
 
   std::shared_ptr<SessionLane> MakeLane(const StreamSpec& spec = {});
@@ -118,6 +118,10 @@ class Executor {
   std::uint32_t in_flight() const;
   kernels::Backend default_backend() const { return default_backend_; }
   std::vector<BackendState> Backends() const;
+  // Of the devices, in the order in which calls that name no backend try them.
+  std::vector<planner::DeviceFacts> Facts() const;
+  // UNIMPLEMENTED, with the reason, if it is not there.
+  absl::StatusOr<planner::DeviceFacts> FactsOf(kernels::Backend backend) const;
 
  private:
   struct Pending;
@@ -134,6 +138,7 @@ class Executor {
     absl::InlinedVector<planner::Plan, 1> plans;  // one an operation
   };
   const Server* Find(kernels::Backend backend) const;
+  absl::Status Unavailable(kernels::Backend backend) const;
   absl::StatusOr<Choice> Choose(const Submission& submission) const;
   absl::StatusOr<Choice> TryServer(const Server& server, const Submission& submission) const;
   absl::StatusOr<planner::Plan> PlanOn(const Server& server, const BoundGemm& gemm) const;
@@ -156,7 +161,9 @@ class Executor {
 
   const ExecutorOptions options_;
   Metrics& metrics_;
-  const planner::GemmPlanner gemm_planner_;
+  std::vector<ClassLabel> class_labels_;                 // of each variant
+  const std::unique_ptr<planner::Planner> own_planner_;  // null: another's
+  planner::Planner& planner_;
   std::vector<std::unique_ptr<Device>> devices_;
   std::vector<Server> servers_;  // in order of preference
   kernels::Backend default_backend_ = kernels::Backend::kCpu;

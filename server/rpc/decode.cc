@@ -141,8 +141,9 @@ absl::StatusOr<std::vector<DecodedPoint>> DecodePoints(const google::protobuf::R
   return decoded;
 }
 
-// nullopt = the daemon's default.
-absl::StatusOr<std::optional<kernels::Backend>> DecodeBackend(v1::Backend backend) {
+}  // namespace
+
+absl::StatusOr<std::optional<kernels::Backend>> DecodeBackend(v1::Backend backend, std::string_view field) {
   switch (backend) {
     case v1::BACKEND_UNSPECIFIED:
     case v1::BACKEND_AUTO:
@@ -154,11 +155,21 @@ absl::StatusOr<std::optional<kernels::Backend>> DecodeBackend(v1::Backend backen
     case v1::BACKEND_VENDOR:
       return kernels::Backend::kVendor;
     default:
-      return Invalid("options.backend", "", absl::StrCat("unknown value ", static_cast<int>(backend)));
+      return Invalid(field, "", absl::StrCat("unknown value ", static_cast<int>(backend)));
   }
 }
 
-}  // namespace
+absl::StatusOr<kernels::Accumulation> DecodeAccumulation(v1::Accumulation accumulation, std::string_view field) {
+  switch (accumulation) {
+    case v1::ACCUMULATION_UNSPECIFIED:
+    case v1::ACCUMULATION_FAST:
+      return kernels::Accumulation::kFast;
+    case v1::ACCUMULATION_EXACT:
+      return kernels::Accumulation::kExact;
+    default:
+      return Invalid(field, "", absl::StrCat("unknown value ", static_cast<int>(accumulation)));
+  }
+}
 
 absl::StatusOr<GemmCall> DecodeGemm(const v1::GemmOp& op) {
   GemmCall call;
@@ -174,17 +185,8 @@ absl::StatusOr<GemmCall> DecodeGemm(const v1::GemmOp& op) {
   if (op.epilogue().has_bias()) {
     ASSIGN_OR_RETURN(call.bias, DecodeTensor(op.epilogue().bias(), "op.epilogue.bias"));
   }
-  switch (op.accumulation()) {
-    case v1::ACCUMULATION_UNSPECIFIED:
-    case v1::ACCUMULATION_FAST:
-      call.accumulation = kernels::Accumulation::kFast;
-      return call;
-    case v1::ACCUMULATION_EXACT:
-      call.accumulation = kernels::Accumulation::kExact;
-      return call;
-    default:
-      return Invalid("op.accumulation", "", absl::StrCat("unknown value ", static_cast<int>(op.accumulation())));
-  }
+  ASSIGN_OR_RETURN(call.accumulation, DecodeAccumulation(op.accumulation(), "op.accumulation"));
+  return call;
 }
 
 absl::StatusOr<DecodedOptions> DecodeOptions(const v1::SubmitOptions& options) {
@@ -201,7 +203,7 @@ absl::StatusOr<DecodedOptions> DecodeOptions(const v1::SubmitOptions& options) {
   }
   decoded.answer_when_launched = options.reply_when() == v1::REPLY_WHEN_ENQUEUED;
   decoded.timeout = std::chrono::milliseconds(std::min<std::uint64_t>(options.timeout_ms(), kTimeoutMaxMs));
-  ASSIGN_OR_RETURN(decoded.backend, DecodeBackend(options.backend()));
+  ASSIGN_OR_RETURN(decoded.backend, DecodeBackend(options.backend(), "options.backend"));
   return decoded;
 }
 

@@ -5,9 +5,11 @@
 #include <chrono>
 #include <cstdint>
 #include <optional>
+#include <string_view>
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "kernels/catalog/gemm_class.h"
 #include "kernels/catalog/variant.h"
 #include "server/exec/call.h"
 #include "server/session/id.h"
@@ -35,6 +37,10 @@ struct DecodedOptions {
 
 // Points that a submission waits for, and as many that it signals.
 inline constexpr int kSyncPointsMax = 16;
+
+// nullopt = the daemon's default.
+absl::StatusOr<std::optional<kernels::Backend>> DecodeBackend(v1::Backend backend, std::string_view field);
+absl::StatusOr<kernels::Accumulation> DecodeAccumulation(v1::Accumulation accumulation, std::string_view field);
 
 absl::StatusOr<DecodedOptions> DecodeOptions(const v1::SubmitOptions& options);
 

@@ -41,6 +41,9 @@ Access AccessOf(RpcMethod method) {
     case RpcMethod::kComputeExecute:
     case RpcMethod::kComputeStream:
     case RpcMethod::kAdminServerInfo:
+    case RpcMethod::kPlannerProbe:
+    case RpcMethod::kPlannerFacts:
+    case RpcMethod::kPlannerTileVocabulary:
       return Access::kAnyone;
     case RpcMethod::kMemoryOpenSession:
     case RpcMethod::kMemoryAttach:
@@ -58,11 +61,22 @@ Access AccessOf(RpcMethod method) {
     case RpcMethod::kMemorySynchronize:
     case RpcMethod::kMemoryReleaseSync:
     case RpcMethod::kMemoryListBuffers:
+    case RpcMethod::kPlannerState:
+    case RpcMethod::kPlannerExportRows:
       return Access::kNode;
     case RpcMethod::kAdminGetConfig:
     case RpcMethod::kAdminSetLogLevel:
     case RpcMethod::kAdminEndSession:
     case RpcMethod::kAdminDrain:
+    case RpcMethod::kPlannerSetPlanner:
+    case RpcMethod::kPlannerSetTable:
+    case RpcMethod::kPlannerInjectRows:
+    case RpcMethod::kPlannerSetLog:
+    case RpcMethod::kPlannerSetStaging:
+    case RpcMethod::kPlannerRollback:
+    case RpcMethod::kPlannerImportRows:
+    case RpcMethod::kPlannerListChanges:     // says who administrators are
+    case RpcMethod::kPlannerWatchDecisions:  // shapes of everybody's problems
       break;
   }
   return Access::kAdministrator;

@@ -17,6 +17,7 @@
 #include "tessera/v1/admin.grpc.pb.h"
 #include "tessera/v1/compute.grpc.pb.h"
 #include "tessera/v1/memory.grpc.pb.h"
+#include "tessera/v1/planner.grpc.pb.h"
 
 namespace tessera::server {
 namespace {
@@ -25,7 +26,8 @@ using namespace std::chrono_literals;
 
 // Those that health checks know.
 std::vector<std::string> ServiceNames() {
-  return {v1::Compute::service_full_name(), v1::Memory::service_full_name(), v1::Admin::service_full_name()};
+  return {v1::Compute::service_full_name(), v1::Memory::service_full_name(), v1::Admin::service_full_name(),
+          v1::Planner::service_full_name()};
 }
 
 // Those that reflection lists.

@@ -15,6 +15,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <mutex>
 #include <system_error>
 #include <unordered_map>
 #include <utility>
@@ -26,7 +27,7 @@
 namespace tessera::server {
 namespace {
 
-constexpr std::string_view kOtherVariant = "other";
+constexpr std::string_view kOther = "other";
 
 // Vocabulary<Label>: the label's name and, where they are known at compile time, its texts indexed by value.
 template <typename Label>
@@ -66,7 +67,14 @@ std::vector<std::string> LabelValues(const MetricsOptions&) {
 template <>
 std::vector<std::string> LabelValues<VariantLabel>(const MetricsOptions& options) {
   std::vector<std::string> values = options.variants;
-  values.emplace_back(kOtherVariant);
+  values.emplace_back(kOther);
+  return values;
+}
+
+template <>
+std::vector<std::string> LabelValues<ClassLabel>(const MetricsOptions& options) {
+  std::vector<std::string> values = options.classes;
+  values.emplace_back(kOther);
   return values;
 }
 
@@ -161,8 +169,8 @@ class Series {
     return *children_[index];
   }
 
-  // Values of the first label.
-  std::size_t extent() const { return extents_.front(); }
+  // Values of a label, of the first one if none is named.
+  std::size_t extent(std::size_t axis = 0) const { return extents_[axis]; }
 
   // Creates every child through add(prometheus::Labels) -> Child&.
   template <typename Add>
@@ -219,6 +227,7 @@ struct Metrics::Table {
 #define TESSERA_HISTOGRAM(name, exported, help, ...) Register(options, exported, help, name);
 #include "server/telemetry/metrics.def"
     for (std::size_t i = 0; i < options.variants.size(); ++i) variants.try_emplace(options.variants[i], i);
+    for (std::size_t i = 0; i < options.classes.size(); ++i) classes.try_emplace(options.classes[i], i);
   }
 
   template <typename... Labels>
@@ -250,6 +259,8 @@ struct Metrics::Table {
   prometheus::Registry registry;            // counters and gauges
   std::vector<HistogramFamily> histograms;  // fixed after construction
   std::unordered_map<std::string, std::size_t> variants;
+  std::unordered_map<std::string, std::size_t> classes;
+  std::mutex readings;  // of those that bring counters up to a reading
 
 #define TESSERA_COUNTER(name, exported, help, ...) Series<prometheus::Counter __VA_OPT__(, ) __VA_ARGS__> name;
 #define TESSERA_GAUGE(name, exported, help, ...) Series<prometheus::Gauge __VA_OPT__(, ) __VA_ARGS__> name;
@@ -421,8 +432,10 @@ void Metrics::SetSyncs(std::size_t streams, std::size_t timelines) {
   table_->timelines().Set(static_cast<double>(timelines));
 }
 
-void Metrics::PlannerDecided(OpFamily op, planner::Source source) {
-  table_->planner_decisions(op, source).Increment();
+void Metrics::PlannerDecided(OpFamily op, ClassLabel of, planner::Source source) {
+  const std::size_t other = table_->planner_decisions.extent(1) - 1;
+  const std::size_t index = std::min(static_cast<std::size_t>(of), other);
+  table_->planner_decisions(op, static_cast<ClassLabel>(index), source).Increment();
 }
 
 void Metrics::PlannerRefused(OpFamily op) {
@@ -439,6 +452,34 @@ VariantLabel Metrics::FindVariant(std::string_view id) const {
   const auto found = table_->variants.find(std::string(id));
   const std::size_t other = table_->kernel_launches.extent() - 1;
   return static_cast<VariantLabel>(found == table_->variants.end() ? other : found->second);
+}
+
+ClassLabel Metrics::FindClass(std::string_view name) const {
+  const auto found = table_->classes.find(std::string(name));
+  const std::size_t other = table_->planner_decisions.extent(1) - 1;
+  return static_cast<ClassLabel>(found == table_->classes.end() ? other : found->second);
+}
+
+void Metrics::SetPlanner(const PlannerReading& reading) {
+  const std::lock_guard<std::mutex> lock(table_->readings);
+  const auto raise = [](prometheus::Counter& counter, std::uint64_t value) {
+    const double by = static_cast<double>(value) - counter.Value();
+    if (by > 0) counter.Increment(by);
+  };
+  raise(table_->planner_cache_lookups(CacheResult::kHit), reading.cache_hits);
+  raise(table_->planner_cache_lookups(CacheResult::kMiss), reading.cache_misses);
+  raise(table_->planner_changes(), reading.changes);
+  raise(table_->planner_audit_errors(), reading.audit_errors);
+  raise(table_->planner_watch_lost(), reading.watch_lost);
+  table_->planner_cached_plans().Set(static_cast<double>(reading.cached_plans));
+  table_->planner_revision().Set(static_cast<double>(reading.revision));
+  table_->planner_watchers().Set(static_cast<double>(reading.watchers));
+  for (std::size_t i = 0; i < reading.rows.size(); ++i) {
+    table_->planner_rows(static_cast<planner::Tier>(i)).Set(static_cast<double>(reading.rows[i]));
+  }
+  for (std::size_t i = 0; i < reading.passed_over.size(); ++i) {
+    raise(table_->planner_rows_passed_over(static_cast<planner::Reason>(i)), reading.passed_over[i]);
+  }
 }
 
 std::string Metrics::Serialize() const {

@@ -2,6 +2,7 @@
 // this file adds what each event means for them.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -11,7 +12,9 @@
 #include <vector>
 
 #include "kernels/catalog/variant.h"
+#include "planner/config.h"
 #include "planner/plan.h"
+#include "planner/reason.h"
 #include "server/telemetry/nvml.h"
 
 namespace tessera::server {
@@ -36,8 +39,9 @@ inline constexpr std::size_t kLabelValues = 0;
 
 struct MetricsOptions {
   std::string version;
-  std::vector<std::string> variants;  // VariantLabel{i} stands for variants[i]
-  std::optional<GpuIdentity> gpu;     // the one that is served; without it there are no series of a GPU
+  std::vector<std::string> variants;      // VariantLabel{i} stands for variants[i]
+  std::vector<std::string> classes = {};  // ClassLabel{i} stands for classes[i]
+  std::optional<GpuIdentity> gpu;         // the one that is served; without it there are no series of a GPU
 };
 
 // How one accepted operation ended.
@@ -49,6 +53,20 @@ struct OperationSample {
   double queue_seconds = 0;  // from acceptance to launch or refusal
   double run_seconds = 0;    // on the device; ignored unless launched
   std::uint64_t flops = 0;   // counted only for kOk
+};
+
+// The planner's own counts, since the start.
+struct PlannerReading {
+  std::uint64_t revision = 0;
+  std::uint64_t changes = 0;
+  std::uint64_t audit_errors = 0;
+  std::uint64_t cache_hits = 0;
+  std::uint64_t cache_misses = 0;
+  std::uint64_t cached_plans = 0;
+  std::array<std::uint64_t, planner::kTiers> rows = {};                  // by Tier
+  std::array<std::uint64_t, planner::kCountedReasons> passed_over = {};  // by Reason
+  std::uint64_t watchers = 0;
+  std::uint64_t watch_lost = 0;
 };
 
 // Every series exists, at zero, from construction on, and none is added later. Thread-safe; verbs neither lock nor
@@ -99,12 +117,17 @@ class Metrics {
 
   void SetSyncs(std::size_t streams, std::size_t timelines);
 
-  void PlannerDecided(OpFamily op, planner::Source source);
+  // An unknown label counts as `other`.
+  void PlannerDecided(OpFamily op, ClassLabel of, planner::Source source);
   void PlannerRefused(OpFamily op);
   void KernelLaunched(VariantLabel variant);  // an unknown label counts as `other`
 
   // The label of a catalogue id, `other` if it is not one of the options'. A search by name: resolve once, keep it.
   VariantLabel FindVariant(std::string_view id) const;
+  ClassLabel FindClass(std::string_view name) const;
+
+  // What the planner has counted by this scrape; counters never fall.
+  void SetPlanner(const PlannerReading& reading);
 
   // All metrics in the Prometheus text format 0.0.4. Reads the process gauges first.
   std::string Serialize() const;

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "planner/gemm_planner.h"
 #include "server/exec/cpu_device.h"
 #include "server/exec/executor.h"
 

@@ -15,6 +15,7 @@
 
 #include "server/config/settings.h"
 #include "tessera/v1/compute.pb.h"
+#include "tessera/v1/planner.pb.h"
 #include "tests/e2e/daemon_fixture.h"
 
 namespace tessera::e2e {
@@ -59,11 +60,12 @@ std::vector<const google::protobuf::UnknownField*> FieldsOf(const UnknownFieldSe
   return fields;
 }
 
-// Compute, Memory and Admin.
+// Compute, Memory, Admin and Planner.
 std::vector<const google::protobuf::ServiceDescriptor*> Services() {
   std::vector<const google::protobuf::ServiceDescriptor*> services;
   for (const google::protobuf::Descriptor* message :
-       {v1::GemmRequest::descriptor(), v1::ListBuffersRequest::descriptor(), v1::DrainRequest::descriptor()}) {
+       {v1::GemmRequest::descriptor(), v1::ListBuffersRequest::descriptor(), v1::DrainRequest::descriptor(),
+        v1::ProbeRequest::descriptor()}) {
     for (int i = 0; i < message->file()->service_count(); ++i) services.push_back(message->file()->service(i));
   }
   return services;
@@ -306,7 +308,7 @@ TEST_F(ServingTest, MetricsKnowEveryRpcAndNoOther) {
   for (const auto* service : Services()) {
     for (int i = 0; i < service->method_count(); ++i) rpcs.insert(service->name() + "." + service->method(i)->name());
   }
-  ASSERT_EQ(Services().size(), 3U);
+  ASSERT_EQ(Services().size(), 4U);
   std::set<std::string> labels;
   const std::string metrics = Metrics();
   const std::regex label("\\btessera_rpcs_total\\{[^}]*method=\"([^\"]+)\"");

@@ -21,7 +21,8 @@ namespace {
 
 using Samples = std::map<std::string, double>;  // by name and labels, as printed
 
-const MetricsOptions kOptions = {.version = "1.2.3", .variants = {"gemm.cpu.a/blocked", "gemm.cpu.a/reference"}};
+const MetricsOptions kOptions = {
+    .version = "1.2.3", .variants = {"gemm.cpu.a/blocked", "gemm.cpu.a/reference"}, .classes = {"a", "b"}};
 const MetricsOptions kGpuOptions = {
     .version = "1.2.3", .variants = {}, .gpu = GpuIdentity{.name = "H", .uuid = "GPU-1", .driver_version = "570"}};
 
@@ -66,17 +67,17 @@ TEST(MetricsTest, EverySeriesIsThereAtZeroBeforeAnyEvent) {
     }
   }
   EXPECT_TRUE(samples.contains("tessera_build_info{version=\"1.2.3\"}"));
-  EXPECT_EQ(CountOf(samples, "tessera_rpcs_total{"), 24 * 17);
+  EXPECT_EQ(CountOf(samples, "tessera_rpcs_total{"), 38 * 17);
   EXPECT_EQ(CountOf(samples, "tessera_operations_total{"), 3 * 5);
   EXPECT_EQ(CountOf(samples, "tessera_isolation_mode{"), 3);
   EXPECT_EQ(CountOf(samples, "tessera_buffers{"), 2);
-  EXPECT_EQ(CountOf(samples, "tessera_planner_decisions_total{"), 5);
+  EXPECT_EQ(CountOf(samples, "tessera_planner_decisions_total{"), 3 * 5);
   EXPECT_EQ(CountOf(samples, "tessera_kernel_launches_total{"), 3);
   EXPECT_EQ(CountOf(samples, "tessera_session_ends_total{"), 6);
   EXPECT_EQ(CountOf(samples, "tessera_leases{"), 3);
   EXPECT_EQ(CountOf(samples, "tessera_side_messages_total{"), 4);
-  EXPECT_EQ(CountOf(samples, "tessera_refused_total{"), 18);
-  EXPECT_EQ(CountOf(samples, "tessera_rpc_seconds_bucket{"), 24 * 23);
+  EXPECT_EQ(CountOf(samples, "tessera_refused_total{"), 19);
+  EXPECT_EQ(CountOf(samples, "tessera_rpc_seconds_bucket{"), 38 * 23);
   EXPECT_EQ(CountOf(samples, "tessera_run_seconds_count{"), 3);
   EXPECT_EQ(CountOf(samples, "tessera_gate_seconds_count{"), 1);
   EXPECT_EQ(CountOf(samples, "tessera_gpu_"), 0);
@@ -248,15 +249,48 @@ TEST(MetricsTest, LeasesAndWhatHasNotGone) {
 }
 
 TEST(MetricsTest, PlannerAndLimits) {
-  EXPECT_THAT(
-      ChangesOf([](Metrics& metrics) {
-        metrics.PlannerDecided(OpFamily::kGemm, planner::Source::kModel);
-        metrics.PlannerRefused(OpFamily::kGemm);
-        metrics.Refused(Limit::kQueue);
-      }),
-      testing::UnorderedElementsAre(testing::Pair("tessera_planner_decisions_total{op=\"gemm\",source=\"model\"}", 1),
-                                    testing::Pair("tessera_planner_refusals_total{op=\"gemm\"}", 1),
-                                    testing::Pair("tessera_refused_total{limit=\"queue_max\"}", 1)));
+  EXPECT_THAT(ChangesOf([](Metrics& metrics) {
+                metrics.PlannerDecided(OpFamily::kGemm, metrics.FindClass("b"), planner::Source::kModel);
+                metrics.PlannerDecided(OpFamily::kGemm, metrics.FindClass("c"), planner::Source::kOverride);
+                metrics.PlannerRefused(OpFamily::kGemm);
+                metrics.Refused(Limit::kQueue);
+              }),
+              testing::UnorderedElementsAre(
+                  testing::Pair(R"(tessera_planner_decisions_total{class="b",op="gemm",source="model"})", 1),
+                  testing::Pair(R"(tessera_planner_decisions_total{class="other",op="gemm",source="override"})", 1),
+                  testing::Pair("tessera_planner_refusals_total{op=\"gemm\"}", 1),
+                  testing::Pair("tessera_refused_total{limit=\"queue_max\"}", 1)));
+}
+
+TEST(MetricsTest, CountersFollowThePlannersReadingsAndNeverFall) {
+  const PlannerReading reading = {.revision = 4,
+                                  .changes = 3,
+                                  .audit_errors = 1,
+                                  .cache_hits = 10,
+                                  .cache_misses = 7,
+                                  .cached_plans = 6,
+                                  .rows = {5, 0, 2},
+                                  .passed_over = {0, 8},
+                                  .watchers = 1,
+                                  .watch_lost = 9};
+  const auto changes = ChangesOf([&](Metrics& metrics) {
+    metrics.SetPlanner(reading);
+    metrics.SetPlanner(reading);  // not twice as much
+    PlannerReading smaller = reading;
+    smaller.cache_hits = 1;
+    metrics.SetPlanner(smaller);
+  });
+  EXPECT_THAT(changes,
+              testing::UnorderedElementsAre(
+                  testing::Pair("tessera_planner_revision", 4), testing::Pair("tessera_planner_changes_total", 3),
+                  testing::Pair("tessera_planner_audit_errors_total", 1),
+                  testing::Pair(R"(tessera_planner_cache_lookups_total{result="hit"})", 10),
+                  testing::Pair(R"(tessera_planner_cache_lookups_total{result="miss"})", 7),
+                  testing::Pair("tessera_planner_cached_plans", 6),
+                  testing::Pair(R"(tessera_planner_rows{tier="override"})", 5),
+                  testing::Pair(R"(tessera_planner_rows{tier="builtin"})", 2),
+                  testing::Pair(R"(tessera_planner_rows_passed_over_total{reason="not_on_device"})", 8),
+                  testing::Pair("tessera_planner_watchers", 1), testing::Pair("tessera_planner_watch_lost_total", 9)));
 }
 
 TEST(MetricsTest, StateGauges) {
