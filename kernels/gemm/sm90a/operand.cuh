@@ -32,6 +32,10 @@ struct Operand {
   static_assert(kKMajor || kTileK == device::kPanelElements, "a panel is square");
   static_assert(kRows % kBoxRows == 0 && kBoxRows <= 256 && kBoxRows % 8 == 0);
 
+  // Tiles begin at multiples of so many rows: the device stops with an illegal instruction if a copy's first coordinate
+  // is no multiple of 16 bytes.
+  static constexpr int kRowUnit = kKMajor ? 1 : 16 / DTypeBytes(kType);
+
   // The descriptor of the rows from `shared_address` on.
   static __device__ __forceinline__ std::uint64_t Descriptor(std::uint32_t shared_address) {
     if constexpr (kKMajor) {

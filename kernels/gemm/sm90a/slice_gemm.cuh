@@ -35,6 +35,12 @@
 
 namespace tessera::kernels::sm90a {
 
+// A consumer's thread holds half as many accumulators as in wgmma_gemm.cuh, and the producer has more to know.
+inline constexpr int kSliceConsumerRegisters = 216;
+inline constexpr int kSliceProducerRegisters = 72;
+static_assert(kWarpgroupThreads * (kConsumers * kSliceConsumerRegisters + kSliceProducerRegisters) <= 65536,
+              "RaiseRegisters would wait for ever");
+
 template <DType kA, DType kB, GemmLayout kLayout, bool kTwoLevels, typename TileShape>
 struct SliceConfig {
   using Tile = TileShape;
@@ -100,8 +106,8 @@ class SliceProducer {
                                            const Stages& ring, const SlicePlace& place)
       : a_map_(a_map),
         b_map_(b_map),
-        m_(params.m),
-        n_(params.n),
+        m_(static_cast<std::uint32_t>(params.m)),
+        n_(static_cast<std::uint32_t>(params.n)),
         stage_bytes_(Config::A::TileBytes(params.m) + Config::B::TileBytes(params.n)),
         ring_(ring),
         place_(place) {
@@ -201,8 +207,8 @@ class SliceProducer {
 
   const CUtensorMap& a_map_;
   const CUtensorMap& b_map_;
-  std::int64_t m_;
-  std::int64_t n_;
+  std::uint32_t m_;
+  std::uint32_t n_;
   std::uint32_t stage_bytes_;
   Stages ring_;
   SlicePlace place_;
@@ -223,7 +229,7 @@ __device__ __forceinline__ void ProduceSlices(const CUtensorMap& a_map, const CU
   for (;;) {
     const TileIndex& index = walk.index();
     producer.Fill(slice, BatchCoordinates(params.a, index), BatchCoordinates(params.b, index),
-                  static_cast<std::int32_t>(index.m * Tile::kM),
+                  TileBegin<Tile::kM, Config::A::kRowUnit>(index.m, params.m),
                   static_cast<std::int32_t>((index.n * place.abreast + place.tile) * Tile::kN));
     if (place.slices > 1) producer.Lend();
     if (walk.last()) break;
@@ -234,11 +240,12 @@ __device__ __forceinline__ void ProduceSlices(const CUtensorMap& a_map, const CU
 }
 
 // Where the warp's strip of a tile is in D.
-template <typename Tile>
+template <typename Config>
 __device__ __forceinline__ StripPlace PlaceOfStrip(const GemmParams& params, const TileIndex& index,
                                                    std::uint32_t tile_of_row, std::uint32_t warp) {
+  using Tile = typename Config::Tile;
   StripPlace place = {.batch_offset = 0,
-                      .row = std::int64_t{index.m} * Tile::kM,
+                      .row = TileBegin<Tile::kM, Config::A::kRowUnit>(index.m, params.m),
                       .column = std::int64_t{tile_of_row} * Tile::kN + warp * 16,
                       .rows = 0};
   for (int i = 0; i < kGemmBatchDimsMax; ++i) place.batch_offset += index.batch[i] * params.d.batch_stride[i];
@@ -288,7 +295,7 @@ __device__ __forceinline__ void ConsumeSlices(const GemmParams& params, const Ti
     typename Config::Accumulator acc[Config::kAccumulators];
     Multiply<Config, typename Config::B, typename Config::A>(ring, at, offset, slice.count, release, Nothing(), acc);
     const TileIndex& index = walk.index();
-    const StripPlace strip = PlaceOfStrip<Tile>(params, index, index.n * place.abreast + place.tile, warp);
+    const StripPlace strip = PlaceOfStrip<Config>(params, index, index.n * place.abreast + place.tile, warp);
     sums.Exchange(acc, strip.rows, walk.last(), at);
     if (sums.Owns()) store.Store(strip, acc);
     if (walk.last()) break;
@@ -325,10 +332,10 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   // Read from one lane, so that the compiler sees that a warp has one role.
   const int warp = __shfl_sync(0xFFFFFFFFU, static_cast<int>(threadIdx.x) / 32, 0);
   if (warp < kConsumerWarps) {
-    device::RaiseRegisters<kConsumerRegisters>();
+    device::RaiseRegisters<kSliceConsumerRegisters>();
     ConsumeSlices<Config>(params, grid, output, place, ring, walk, warp);
   } else {
-    device::LowerRegisters<kProducerRegisters>();
+    device::LowerRegisters<kSliceProducerRegisters>();
     if (warp == kConsumerWarps && device::ElectOne()) {
       ProduceSlices<Config>(a_map, b_map, params, grid, place, ring, walk);
     }

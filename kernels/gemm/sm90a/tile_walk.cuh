@@ -42,4 +42,16 @@ __device__ __forceinline__ TileIndex TileAt(const TileGrid& grid, std::uint32_t 
           .n = n};
 }
 
+// The first row, or column, of tile number `tile` of `extent`: a multiple of `kUnit`. The last tile is moved back to
+// end with the matrix, where it would reach beyond it: the copy engine takes longer for rows that are not there than
+// for those that are. What two tiles then have in common is computed twice, with the same bits.
+template <int kTile, int kUnit>
+__device__ __forceinline__ std::int32_t TileBegin(std::uint32_t tile, std::int64_t extent) {
+  static_assert(kTile % kUnit == 0, "tiles begin at multiples of the unit");
+  // Extents are below 2^31, so the end of the last tile fits 32 bits without a sign.
+  const std::uint32_t begin = tile * kTile;
+  const std::uint32_t last = (static_cast<std::uint32_t>(extent) - kTile + kUnit - 1) / kUnit * kUnit;
+  return static_cast<std::int32_t>(extent >= kTile ? min(begin, last) : begin);
+}
+
 }  // namespace tessera::kernels::sm90a

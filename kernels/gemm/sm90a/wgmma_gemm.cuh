@@ -73,6 +73,21 @@ struct ClusterPlace {
   std::uint32_t blocks;  // 1 or 2
 };
 
+// The tile's first row of A and D in this block.
+template <typename Config>
+__device__ __forceinline__ std::int32_t RowOf(const GemmParams& params, const TileIndex& tile,
+                                              const ClusterPlace& cluster) {
+  return TileBegin<Config::Tile::kM, Config::A::kRowUnit>(tile.m * cluster.blocks + cluster.rank, params.m);
+}
+
+// The tile's first row of B, which is its first column of D, where 8 elements are stored at a time.
+template <typename Config>
+__device__ __forceinline__ std::int32_t ColumnOf(const GemmParams& params, const TileIndex& tile) {
+  constexpr int kUnit = 8;
+  static_assert(kUnit % Config::B::kRowUnit == 0);
+  return TileBegin<Config::Tile::kN, kUnit>(tile.n, params.n);
+}
+
 // Where in an input's tensor map a tile's matrix is; rows and K are filled in as the ring goes. A batch dimension that
 // the input repeats has extent 1 in its map.
 __device__ __forceinline__ device::TensorCoordinates BatchCoordinates(const GemmMatrix& matrix, const TileIndex& tile) {
@@ -100,8 +115,8 @@ __device__ __forceinline__ void Produce(const CUtensorMap& a_map, const CUtensor
     const TileIndex index = TileAt(grid, tile);
     const device::TensorCoordinates a_box = BatchCoordinates(params.a, index);
     const device::TensorCoordinates b_box = BatchCoordinates(params.b, index);
-    const auto a_row = static_cast<std::int32_t>((index.m * cluster.blocks + cluster.rank) * Tile::kM);
-    const auto b_row = static_cast<std::int32_t>(index.n * Tile::kN);
+    const std::int32_t a_row = RowOf<Config>(params, index, cluster);
+    const std::int32_t b_row = ColumnOf<Config>(params, index);
     for (std::uint32_t k_tile = 0; k_tile < grid.k_tiles; ++k_tile) {
       const auto k = static_cast<std::int32_t>(k_tile * Tile::kK);
       const std::uint32_t full = ring.Full(at.stage);
@@ -140,25 +155,24 @@ struct OutputMap {
 };
 
 // Where in D a warpgroup's part of a tile begins, `rows` rows into the block's: for the copy engine.
-template <typename Tile>
+template <typename Config>
 __device__ __forceinline__ device::TensorCoordinates OutputBox(const GemmParams& params, const TileIndex& index,
                                                                const ClusterPlace& cluster, std::uint32_t rows) {
   device::TensorCoordinates box = BatchCoordinates(params.d, index);
-  box.at[0] = static_cast<std::int32_t>(index.n * Tile::kN);
-  box.at[1] = static_cast<std::int32_t>((index.m * cluster.blocks + cluster.rank) * Tile::kM + rows);
+  box.at[0] = ColumnOf<Config>(params, index);
+  box.at[1] = RowOf<Config>(params, index, cluster) + static_cast<std::int32_t>(rows);
   return box;
 }
 
 // The same for a thread's accumulators.
-template <typename Tile>
+template <typename Config>
 __device__ __forceinline__ FragmentPlace OutputPlace(const GemmParams& params, const TileIndex& index,
                                                      const ClusterPlace& cluster, std::uint32_t rows) {
   using Fragment = device::WgmmaFragment;
   FragmentPlace place;
   for (int i = 0; i < kGemmBatchDimsMax; ++i) place.batch_offset += index.batch[i] * params.d.batch_stride[i];
-  place.row = (std::int64_t{index.m} * cluster.blocks + cluster.rank) * Tile::kM + rows;
-  place.row += Fragment::FirstRow(threadIdx.x);
-  place.column = std::int64_t{index.n} * Tile::kN + Fragment::FirstColumn(threadIdx.x);
+  place.row = std::int64_t{RowOf<Config>(params, index, cluster)} + rows + Fragment::FirstRow(threadIdx.x);
+  place.column = ColumnOf<Config>(params, index) + Fragment::FirstColumn(threadIdx.x);
   place.rows = static_cast<int>(params.m - place.row);
   place.columns = static_cast<int>(params.n - place.column);
   return place;
@@ -213,7 +227,7 @@ __device__ __forceinline__ void Consume(const GemmParams& params, const TileGrid
       if (step_of_store > 0) {
         staged.Store(step_of_store - 1, waiting);
       } else if (lane == 0) {
-        staged.SetBox(OutputBox<Tile>(params, TileAt(grid, tile - step), cluster, rows));
+        staged.SetBox(OutputBox<Config>(params, TileAt(grid, tile - step), cluster, rows));
       }
     };
     typename Config::Accumulator acc[Config::kAccumulators];
@@ -231,7 +245,7 @@ __device__ __forceinline__ void Consume(const GemmParams& params, const TileGrid
     }
     waits = output.path == StorePath::kBf16Staged;
     FragmentPlace place;
-    if (!waits || factors.Vary()) place = OutputPlace<Tile>(params, TileAt(grid, tile), cluster, rows);
+    if (!waits || factors.Vary()) place = OutputPlace<Config>(params, TileAt(grid, tile), cluster, rows);
     FinishFragment(params, factors, place, value);
     if (waits) {
       waiting.Set(value);
@@ -240,7 +254,7 @@ __device__ __forceinline__ void Consume(const GemmParams& params, const TileGrid
     }
   }
   if (waits) {
-    if (lane == 0) staged.SetBox(OutputBox<Tile>(params, TileAt(grid, tile - step), cluster, rows));
+    if (lane == 0) staged.SetBox(OutputBox<Config>(params, TileAt(grid, tile - step), cluster, rows));
     for (std::uint32_t block = 0; block < Staged::kBlocks; ++block) staged.Store(block, waiting);
   }
   staged.Finish();
