@@ -67,6 +67,7 @@ constexpr DegradedBand kDegradedBands[] = {
     {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x256x128_s4", When::kLeastTime},
     {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x224x64_s4", When::kLeastTime},
     {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x224x128_s4", When::kLeastTime},
+    {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x192x128_s4", When::kLeastTime},
     {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x160x64_s5", When::kLeastTime},
     {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x160x128_s5", When::kLeastTime},
     {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x128x64_s6", When::kLeastTime},
@@ -92,15 +93,20 @@ std::int64_t CeilDiv(std::int64_t value, std::int64_t by) {
   return value / by + (value % by != 0 ? 1 : 0);
 }
 
+// Columns of the tile by the time that its products take (docs/perf/log.md).
+std::int64_t ColumnsByTime(const GemmVariant& variant) {
+  if (variant.tile.n == 224) return 228;
+  // Sums in two levels are added beside products from 128 columns on, and between them below.
+  const bool waits = variant.gemm_class.accumulation == kernels::Accumulation::kExact && variant.tile.n < 128;
+  return waits ? variant.tile.n * 5 / 4 : variant.tile.n;
+}
+
 // In columns of one tile: a round takes as long as its tile is wide, and the reads of A besides, which are worth
 // kReadColumns.
 std::int64_t WholeTileTime(const GemmVariant& variant, const GemmProblem& problem, const DeviceFacts& facts) {
   constexpr std::int64_t kReadColumns = 28;
-  // Products of 224 columns take as long as if they were 6 % wider (docs/perf/log.md).
-  constexpr int kSlowColumns = 224;
-  const std::int64_t columns = variant.tile.n == kSlowColumns ? 238 : variant.tile.n;
   const std::int64_t tiles = CountTiles(problem, variant.tile.m, variant.tile.n);
-  return CeilDiv(tiles, std::max(1, facts.processors)) * (columns + kReadColumns);
+  return CeilDiv(tiles, std::max(1, facts.processors)) * (ColumnsByTime(variant) + kReadColumns);
 }
 
 // Processors that read as fast as memory gives, deep rings of copies each: one alone reads 91 GB/s (docs/perf/log.md).

@@ -13,8 +13,9 @@ namespace tessera::kernels::sm90a {
 
 inline constexpr int kWarpgroupThreads = 128;
 
-// The products of one tile of K, as one group. `fresh`: whatever `acc` held counts as 0.
-template <typename Pair, typename First, typename Second, typename Accumulator, int kCount>
+// The products of one tile of K, as one group, by kWidth rows of the second operand. `fresh`: whatever `acc` held
+// counts as 0.
+template <typename Pair, typename First, typename Second, int kWidth = Second::kRows, typename Accumulator, int kCount>
 __device__ __forceinline__ void MultiplyStage(std::uint32_t first, std::uint32_t second, bool fresh,
                                               Accumulator (&acc)[kCount]) {
   const std::uint64_t a = First::Descriptor(first);
@@ -22,9 +23,9 @@ __device__ __forceinline__ void MultiplyStage(std::uint32_t first, std::uint32_t
   device::WgmmaFence();
 #pragma unroll
   for (std::uint32_t step = 0; step < kStepsOfK; ++step) {
-    device::Wgmma<Second::kRows>::template Multiply<Pair>(acc, device::AdvanceOperand(a, step * First::kStepBytes),
-                                                          device::AdvanceOperand(b, step * Second::kStepBytes),
-                                                          !(fresh && step == 0));
+    device::Wgmma<kWidth>::template Multiply<Pair>(acc, device::AdvanceOperand(a, step * First::kStepBytes),
+                                                   device::AdvanceOperand(b, step * Second::kStepBytes),
+                                                   !(fresh && step == 0));
   }
   device::WgmmaCommit();
 }
@@ -81,6 +82,74 @@ __device__ __forceinline__ void AddProductsInTwoLevels(const Stages& ring, RingP
   }
 }
 
+template <int kCount, int kPart>
+__device__ __forceinline__ void AddPart(float (&acc)[kCount], int first, const float (&part)[kPart]) {
+#pragma unroll
+  for (int i = 0; i < kPart; ++i) acc[first + i] = __fadd_rn(acc[first + i], part[i]);
+}
+
+// kSteps steps of K from `k` on, each in two halves of the second operand's rows: the tensor cores have one half's
+// products while the other half's sums are added. Nothing is under way when it returns, as the assembler puts
+// instructions in order, at a cost, where it does not see which products are over.
+template <int kSteps, typename Pair, typename First, typename Second, typename Stages, int kCount, typename Release,
+          typename Beside>
+__device__ __forceinline__ void AddStepsInHalves(const Stages& ring, RingPosition<Stages::kStages>& at,
+                                                 std::uint32_t first_offset, std::uint32_t k, const Release& release,
+                                                 const Beside& beside, float (&acc)[kCount]) {
+  constexpr int kHalfRows = Second::kRows / 2;
+  constexpr int kHalf = kCount / 2;
+  float left[kHalf];
+  float right[kHalf];
+  const auto multiply_left = [&] {
+    device::MbarrierWait(ring.Full(at.stage), at.parity);
+    MultiplyStage<Pair, First, Second, kHalfRows>(ring.A(at.stage) + first_offset, ring.B(at.stage), true, left);
+  };
+  const auto multiply_right = [&] {
+    MultiplyStage<Pair, First, Second, kHalfRows>(ring.A(at.stage) + first_offset,
+                                                  ring.B(at.stage) + kHalfRows * device::kSwizzleRowBytes, true, right);
+  };
+  multiply_left();
+  multiply_right();
+  beside(k);
+#pragma unroll
+  for (int step = 1; step < kSteps; ++step) {
+    const int previous = at.stage;
+    at.Advance();
+    device::WgmmaWait<1>();
+    device::PinAccumulators(left);
+    AddPart(acc, 0, left);
+    multiply_left();
+    device::WgmmaWait<1>();
+    release(previous);
+    device::PinAccumulators(right);
+    AddPart(acc, kHalf, right);
+    multiply_right();
+    beside(k + step);
+  }
+  device::WgmmaWait<1>();
+  device::PinAccumulators(left);
+  AddPart(acc, 0, left);
+  device::WgmmaWait<0>();
+  release(at.stage);
+  device::PinAccumulators(right);
+  AddPart(acc, kHalf, right);
+  at.Advance();
+}
+
+template <typename Pair, typename First, typename Second, typename Stages, int kCount, typename Release,
+          typename Beside>
+__device__ __forceinline__ void AddProductsInHalves(const Stages& ring, RingPosition<Stages::kStages>& at,
+                                                    std::uint32_t first_offset, std::uint32_t k_tiles,
+                                                    const Release& release, const Beside& beside,
+                                                    float (&acc)[kCount]) {
+  constexpr std::uint32_t kSteps = 4;
+  std::uint32_t k = 0;
+  for (; k + kSteps <= k_tiles; k += kSteps) {
+    AddStepsInHalves<kSteps, Pair, First, Second>(ring, at, first_offset, k, release, beside, acc);
+  }
+  for (; k < k_tiles; ++k) AddStepsInHalves<1, Pair, First, Second>(ring, at, first_offset, k, release, beside, acc);
+}
+
 // Adds the products of `k_tiles` steps to `acc`, in the way of `Config`.
 template <typename Config, typename First, typename Second, typename Release, typename Beside>
 __device__ __forceinline__ void AddProducts(const typename Config::Stages& ring,
@@ -88,7 +157,9 @@ __device__ __forceinline__ void AddProducts(const typename Config::Stages& ring,
                                             std::uint32_t k_tiles, const Release& release, const Beside& beside,
                                             typename Config::Accumulator (&acc)[Config::kAccumulators]) {
   using Pair = typename Config::Pair;
-  if constexpr (Config::kInTwoLevels) {
+  if constexpr (Config::kInHalves) {
+    AddProductsInHalves<Pair, First, Second>(ring, at, first_offset, k_tiles, release, beside, acc);
+  } else if constexpr (Config::kInTwoLevels) {
     AddProductsInTwoLevels<Pair, First, Second>(ring, at, first_offset, k_tiles, release, beside, acc);
   } else {
     AddProductsThroughout<Pair, First, Second>(ring, at, first_offset, k_tiles, release, beside, acc);

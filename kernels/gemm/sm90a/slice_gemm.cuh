@@ -47,6 +47,7 @@ struct SliceConfig {
   using Pair = device::WgmmaPair<kB, kA, !BContiguousAlongK(kLayout)>;  // B first
   using Accumulator = typename Pair::Accumulator;
   static constexpr bool kInTwoLevels = kTwoLevels;
+  static constexpr bool kInHalves = false;
   // Tiles abreast that a cluster may have. Each block fetches its share of their rows of A for all.
   static constexpr int kAbreast = Tile::kM >= 64 ? 2 : 1;
   using A = Operand<kA, true, Tile::kM, Tile::kM / kAbreast>;

@@ -244,6 +244,10 @@ class StagedStore {
     }
   }
 
+  __device__ __forceinline__ void StoreAll(const RoundedFragment<kTileColumns>& tile) const {
+    for (std::uint32_t block = 0; block < kBlocks; ++block) Store(block, tile);
+  }
+
   // Before the block ends: shared memory must outlive the stores that read it.
   __device__ __forceinline__ void Finish() const {
     if (threadIdx.x % 32 == 0) device::WaitStoresDone();

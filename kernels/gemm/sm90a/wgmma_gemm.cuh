@@ -53,6 +53,8 @@ struct WgmmaConfig {
   using Pair = device::WgmmaPair<kA, kB, !AContiguousAlongK(kLayout), !BContiguousAlongK(kLayout)>;
   using Accumulator = typename Pair::Accumulator;
   static constexpr bool kInTwoLevels = kTwoLevels;
+  // Halves of fewer columns would read shared memory faster than it gives.
+  static constexpr bool kInHalves = kTwoLevels && Tile::kN >= 128;
   // Half of B's tile is the least that a block fetches of it.
   static constexpr int kHalfN = Tile::kN / 2;
   using A = Operand<kA, AContiguousAlongK(kLayout), Tile::kM, Tile::kM>;
@@ -64,7 +66,9 @@ struct WgmmaConfig {
 
   static_assert(Tile::kM == kConsumers * device::WgmmaFragment::kRows, "64 rows a consumer");
   static_assert(Tile::kK == A::kTileK && Tile::kK == B::kTileK, "a step of K is one swizzled row");
-  static_assert(!kTwoLevels || kAccumulators <= 80, "two sets of accumulators must fit the registers");
+  // Whether there are registers left for a tile that waits.
+  static constexpr bool kDefersStores = !kTwoLevels || kAccumulators <= 80;
+  static_assert(!kTwoLevels || kAccumulators <= 96, "two sets of accumulators must fit the registers");
 };
 
 // A block's part of a cluster.
@@ -243,19 +247,24 @@ __device__ __forceinline__ void Consume(const GemmParams& params, const TileGrid
         value[i] = __int2float_rn(acc[i]);
       }
     }
-    waits = output.path == StorePath::kBf16Staged;
+    const bool is_staged = output.path == StorePath::kBf16Staged;
+    waits = is_staged && Config::kDefersStores;
     FragmentPlace place;
-    if (!waits || factors.Vary()) place = OutputPlace<Config>(params, TileAt(grid, tile), cluster, rows);
+    if (!is_staged || factors.Vary()) place = OutputPlace<Config>(params, TileAt(grid, tile), cluster, rows);
     FinishFragment(params, factors, place, value);
-    if (waits) {
-      waiting.Set(value);
-    } else {
+    if (!is_staged) {
       StoreElementwise(params, output.path, place, value);
+      continue;
+    }
+    waiting.Set(value);
+    if constexpr (!Config::kDefersStores) {
+      if (lane == 0) staged.SetBox(OutputBox<Config>(params, TileAt(grid, tile), cluster, rows));
+      staged.StoreAll(waiting);
     }
   }
   if (waits) {
     if (lane == 0) staged.SetBox(OutputBox<Config>(params, TileAt(grid, tile - step), cluster, rows));
-    for (std::uint32_t block = 0; block < Staged::kBlocks; ++block) staged.Store(block, waiting);
+    staged.StoreAll(waiting);
   }
   staged.Finish();
 }
