@@ -18,12 +18,13 @@ using kernels::GemmVariant;
 // What a band asks beside extents.
 enum class When : std::uint8_t {
   kAlways,
-  kPartial,    // fewer tiles than half the processors
-  kOneRound,   // no more tiles than processors, and enough to keep memory busy
-  kFullRound,  // the same, and for most of them
-  kNotWide,    // no more tiles of 96 columns, of which one row of tiles has many, than processors
-  kManyTiles,  // one for each processor, or more
-  kLeastTime,  // no other recipe of whole tiles of the same tree takes less time
+  kPartial,      // fewer tiles than half the processors
+  kOneRound,     // no more tiles than processors, and enough to keep memory busy
+  kFullRound,    // the same, and for most of them
+  kNotWide,      // no more tiles of 96 columns, of which one row of tiles has many, than processors
+  kMostOfRound,  // the same, for enough of them to be faster than slices, and sums in one level
+  kManyTiles,    // one for each processor, or more
+  kLeastTime,    // no other recipe of whole tiles of the same tree takes less time
 };
 
 // A band of problems and the recipe that takes it: m <= m_max, n <= n_max, k_min < k <= k_max and `when`. First match
@@ -59,8 +60,12 @@ constexpr DegradedBand kDegradedBands[] = {
     {Backend::kCuda, 32, kOpen, -1, kOpen, "slices_32x128x128_s10"},
     {Backend::kCuda, 64, kOpen, -1, kOpen, "128x96x64_s7", When::kFullRound},
     {Backend::kCuda, 64, kOpen, -1, kOpen, "128x96x128_s7", When::kFullRound},
+    {Backend::kCuda, 64, kOpen, 6143, kOpen, "128x64x64_s8", When::kMostOfRound},
+    {Backend::kCuda, 64, kOpen, 6143, kOpen, "128x64x128_s8", When::kMostOfRound},
     {Backend::kCuda, 64, kOpen, -1, kOpen, "slices_64x128x64_s8", When::kNotWide},
     {Backend::kCuda, 64, kOpen, -1, kOpen, "slices_64x128x128_s8", When::kNotWide},
+    {Backend::kCuda, kOpen, kOpen, 6143, kOpen, "128x64x64_s8", When::kMostOfRound},
+    {Backend::kCuda, kOpen, kOpen, 6143, kOpen, "128x64x128_s8", When::kMostOfRound},
     {Backend::kCuda, kOpen, kOpen, 6143, kOpen, "slices_128x128x64_s5", When::kPartial},
     {Backend::kCuda, kOpen, kOpen, 6143, kOpen, "slices_128x128x128_s5", When::kPartial},
     {Backend::kCuda, kOpen, kOpen, -1, kOpen, "128x256x64_s4", When::kLeastTime},
@@ -137,6 +142,12 @@ bool Holds(When when, const GemmVariant& variant, std::span<const GemmVariant> c
     case When::kFullRound: {
       const std::int64_t tiles = CountTiles(problem, variant.tile.m, variant.tile.n);
       return tiles <= std::max(1, facts.processors) && 4 * tiles > 3 * std::int64_t{std::max(1, facts.processors)};
+    }
+    case When::kMostOfRound: {
+      const std::int64_t processors = std::max(1, facts.processors);
+      const std::int64_t tiles = CountTiles(problem, variant.tile.m, variant.tile.n);
+      return tiles <= processors && 5 * tiles >= 3 * processors &&
+             variant.gemm_class.accumulation != kernels::Accumulation::kExact;
     }
     case When::kNotWide: {
       constexpr std::int64_t kNarrowColumns = 96;
