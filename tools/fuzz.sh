@@ -49,7 +49,7 @@ fuzz() {
   echo "fuzzing $target for $for_seconds s from $(find "$seeds" -type f | wc -l) seeds (log: $log)"
   if ! "$fuzzer" -max_total_time="$for_seconds" -timeout=5 -rss_limit_mb=2048 -print_final_stats=1 \
     -artifact_prefix="$build/crashes/" "$@" "$seeds" >"$log" 2>&1; then
-    grep -nE -m1 -A12 'broken promise:|ERROR: |runtime error:' "$log" >&2 || tail -20 "$log" >&2
+    grep -anE -m1 -A12 'broken promise:|ERROR: |runtime error:' "$log" >&2 || tail -20 "$log" >&2
     input=$(sed -n 's/^.*Test unit written to //p' "$log" | tail -1)
     echo "fuzz: FAILED; see $log" >&2
     if [ -n "$input" ]; then

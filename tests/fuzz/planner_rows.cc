@@ -38,7 +38,6 @@ std::span<const planner::RowSchema* const> Schemas() {
   return kSchemas;
 }
 
-// Eight characters, printable ones for seeds: 'a' is the first of everything.
 class Choices {
  public:
   explicit Choices(std::string_view bytes) : bytes_(bytes) {}
@@ -165,6 +164,12 @@ RowsOutcome CheckPlan(planner::RowSetPtr rows, const GemmProblem& problem, const
 
 }  // namespace
 
+RowsQuestion QuestionOf(std::string_view input) {
+  Choices choices(input.substr(0, kChoices));
+  const DeviceFacts facts = Facts(choices);
+  return {.problem = Problem(choices, facts), .facts = facts};
+}
+
 std::string WhyBadRefusal(std::string_view text, bool invalid, std::string_view message) {
   if (message.size() >= 400) return "it repeats its input";
   if (!invalid) return message.starts_with("line ") || message.starts_with("the text ") ? "" : "it does not say where";
@@ -178,7 +183,6 @@ std::string WhyBadRefusal(std::string_view text, bool invalid, std::string_view 
 
 RowsOutcome DrivePlannerRows(std::string_view input, std::string* refusal) {
   if (input.size() < kChoices) return RowsOutcome::kRefused;
-  Choices choices(input.substr(0, kChoices));
   const std::string_view text = input.substr(kChoices);
   absl::StatusOr<std::vector<Row>> rows = planner::ParseRows(text, Schemas());
   if (!rows.ok()) {
@@ -197,8 +201,7 @@ RowsOutcome DrivePlannerRows(std::string_view input, std::string* refusal) {
   Require(again.ok() && *again == *rows, "rows do not survive being text", input);
   Require(planner::ToText(*again, Schemas()) == canonical, "text of rows has two forms", input);
 
-  const DeviceFacts facts = Facts(choices);
-  const GemmProblem problem = Problem(choices, facts);
+  const auto& [problem, facts] = QuestionOf(input);
   const auto set = std::make_shared<const planner::RowSet>(*std::move(rows));
   CheckLookup(*set, problem, facts, input);
   return CheckPlan(set, problem, facts, input);

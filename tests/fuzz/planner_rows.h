@@ -8,6 +8,9 @@
 #include <string>
 #include <string_view>
 
+#include "planner/gemm/problem.h"
+#include "planner/plan.h"
+
 namespace tessera::fuzz {
 
 inline constexpr std::size_t kChoices = 8;
@@ -18,6 +21,15 @@ enum class RowsOutcome : std::uint8_t {
   kDecided,
 };
 inline constexpr std::array<std::string_view, 3> kRowsOutcomeNames = {"refused", "passed_over", "decided"};
+
+struct RowsQuestion {
+  planner::GemmProblem problem;
+  planner::DeviceFacts facts;
+};
+
+// What the first kChoices bytes choose; there must be so many. Printable ones for seeds: 'a' is the first of
+// everything.
+RowsQuestion QuestionOf(std::string_view input);
 
 // Ends the process with "broken promise: .." where one is. `refusal`: null, or where to put its message.
 RowsOutcome DrivePlannerRows(std::string_view input, std::string* refusal = nullptr);

@@ -12,13 +12,6 @@
 
 namespace tessera::planner {
 
-inline __int128 TilesOf(const kernels::GemmVariant& variant, const GemmProblem& problem) {
-  const auto up = [](std::int64_t extent, int tile) { return (static_cast<__int128>(extent) + tile - 1) / tile; };
-  const __int128 of_matrix = up(problem.m, variant.tile.m) * up(problem.n, variant.tile.n);
-  constexpr __int128 kMany = __int128{1} << 60;  // more than any gate asks for
-  return std::min(of_matrix, kMany) * std::min<__int128>(problem.batch, kMany);
-}
-
 // The plan of a row, its raster left open where the row names none; nullopt where the row does not decide.
 inline std::optional<Plan> ReadRow(const Row& row, const GemmProblem& problem, const DeviceFacts& facts) {
   const std::int64_t extents[] = {problem.m, problem.n, problem.k};
