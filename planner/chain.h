@@ -53,7 +53,7 @@ class Chain {
     const std::optional<Plan> plan = Find();
     if (probe_ != nullptr) NoteVariants(plan);
     if (plan.has_value()) return *plan;
-    return family_.NoPlan(problem_, facts_);
+    return family_.NoPlan(problem_, facts_, staged_);
   }
 
  private:

@@ -61,7 +61,7 @@ concept PlanFamily = requires(const F& family, const typename F::Problem& proble
   { family.Model(problem, facts, staged) } -> std::same_as<ModelAnswer>;
   // Answers wherever any variant can run.
   { family.Degraded(problem, facts, staged) } -> std::same_as<std::optional<Plan>>;
-  { family.NoPlan(problem, facts) } -> std::same_as<absl::Status>;  // UNIMPLEMENTED, with the reason
+  { family.NoPlan(problem, facts, staged) } -> std::same_as<absl::Status>;  // UNIMPLEMENTED, with the reason
 };
 
 }  // namespace tessera::planner

@@ -12,8 +12,13 @@ constexpr std::int64_t kKiB = 1024;
 constexpr std::int64_t kMiB = 1024 * kKiB;
 constexpr std::int64_t kWorkspace = 256 * kMiB;  // the default of gpu_workspace_bytes_max
 
-// Sizes: CUDA programming guide, "technical specifications per compute capability"; multiprocessors and L2 of the
-// vendor's data sheets.
+// Shared memory and threads of a processor: CUDA C++ programming guide, table "technical specifications per compute
+// capability" (8.0, 8.9, 9.0, 12.0); a block can have what a processor has, less 1 KiB. Processors and L2:
+//   A100      "NVIDIA A100 Tensor Core GPU Architecture" (108 SMs, 40 MB)
+//   L20       the AD102 of "NVIDIA Ada GPU Architecture" with 92 of its SMs and all of its 96 MB
+//   H200      as the H100 SXM5 of "NVIDIA H100 Tensor Core GPU Architecture" (132 SMs, 50 MB): its own data sheet names
+//             neither, and nothing plans by the L2 of a Hopper
+//   RTX 5090  "NVIDIA RTX Blackwell GPU Architecture" (170 SMs); deviceQuery says 100663296 bytes
 constexpr KnownDevice kDevices[] = {
     {"a100",
      "NVIDIA A100 80 GB (sm_80)",

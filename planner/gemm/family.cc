@@ -113,15 +113,32 @@ std::optional<Plan> GemmFamily::Degraded(const GemmProblem& problem, const Devic
   return plan;
 }
 
-absl::Status GemmFamily::NoPlan(const GemmProblem& problem, const DeviceFacts& facts) const {
+absl::Status GemmFamily::NoPlan(const GemmProblem& problem, const DeviceFacts& facts, const DeviceFacts& staged) const {
+  const std::string of_class = problem.gemm_class.ToString();
   const std::string_view backend = kernels::BackendName(facts.backend);
-  if (Variants(problem, facts).empty()) {
-    return absl::UnimplementedError(
-        absl::StrCat("no kernel of class ", problem.gemm_class.ToString(), " on backend ", Av(backend)));
+  const auto variants = Variants(problem, facts);
+  if (variants.empty()) {
+    return absl::UnimplementedError(absl::StrCat("no kernel of class ", of_class, " on backend ", Av(backend)));
   }
-  return absl::UnimplementedError(absl::StrCat("no kernel of backend ", Av(backend), " takes class ",
-                                               problem.gemm_class.ToString(), " with M=", problem.m, " N=", problem.n,
-                                               " K=", problem.k, " and these strides on this device"));
+  kernels::ArchSet built;  // trees that have the class
+  std::string names;
+  for (const std::size_t variant : variants) {
+    const kernels::Arch arch = Info(variant).arch;
+    if (built.Has(arch)) continue;
+    built.Add(arch);
+    absl::StrAppend(&names, names.empty() ? "" : ", ", Av(kernels::ArchName(arch)));
+  }
+  if ((built.bits() & facts.archs.bits()) == 0) {
+    return absl::UnimplementedError(absl::StrCat("no kernel of class ", of_class,
+                                                 " runs on this device; this build has them for ", names, " alone"));
+  }
+  if ((built.bits() & staged.archs.bits()) == 0) {
+    return absl::UnimplementedError(absl::StrCat("the kernels of class ", of_class, ", for ", names,
+                                                 " alone, are switched off; see `tessera plan staging`"));
+  }
+  return absl::UnimplementedError(absl::StrCat("no kernel of backend ", Av(backend), " takes class ", of_class,
+                                               " with M=", problem.m, " N=", problem.n, " K=", problem.k,
+                                               " and these strides on this device"));
 }
 
 std::vector<Recipe> GemmFamily::Recipes() const {

@@ -44,7 +44,7 @@ class GemmFamily {
                                     const DeviceFacts& facts, const DeviceFacts& staged) const;
   ModelAnswer Model(const GemmProblem& problem, const DeviceFacts& facts, const DeviceFacts& staged) const;
   std::optional<Plan> Degraded(const GemmProblem& problem, const DeviceFacts& facts, const DeviceFacts& staged) const;
-  absl::Status NoPlan(const GemmProblem& problem, const DeviceFacts& facts) const;
+  absl::Status NoPlan(const GemmProblem& problem, const DeviceFacts& facts, const DeviceFacts& staged) const;
 
   std::vector<Recipe> Recipes() const;
 

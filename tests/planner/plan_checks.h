@@ -18,6 +18,13 @@ inline DeviceFacts CpuFacts(int threads) {
   return {.backend = kernels::Backend::kCpu, .processors = threads, .workspace_bytes_max = 64 * kMiB};
 }
 
+inline __int128 TilesOf(const kernels::GemmVariant& variant, const GemmProblem& problem) {
+  const auto up = [](std::int64_t extent, int tile) { return (static_cast<__int128>(extent) + tile - 1) / tile; };
+  const __int128 of_matrix = up(problem.m, variant.tile.m) * up(problem.n, variant.tile.n);
+  constexpr __int128 kMany = __int128{1} << 60;  // more than any gate asks for
+  return std::min(of_matrix, kMany) * std::min<__int128>(problem.batch, kMany);
+}
+
 // Why the plan cannot be launched on that problem; empty if it can.
 inline std::string WhyIllegalPlan(const Plan& plan, const GemmProblem& problem, const DeviceFacts& facts) {
   if (plan.variant >= kernels::GemmVariants().size()) return "variant beyond the catalogue";
@@ -27,6 +34,8 @@ inline std::string WhyIllegalPlan(const Plan& plan, const GemmProblem& problem, 
   if (!facts.archs.Has(variant.info.arch)) return "not on the device";
   const bool packs = variant.info.workspace == kernels::WorkspaceRule::kPacked;
   if (packs && !kernels::PackedTakes(problem.gemm_class, problem.m, problem.n, problem.k)) return "too large to pack";
+  // Tiles are counted in 31 bits there; of others, what cannot is out of the reach of their loaders, too.
+  if (packs && TilesOf(variant, problem) >= __int128{1} << 31) return "more tiles than a launch has";
   if (!packs && !problem.addressable.Has(variant.info.arch)) return "operands out of its reach";
   if (facts.shared_bytes_per_block > 0 && kernels::GemmSharedBytes(variant) > facts.shared_bytes_per_block) {
     return "more shared memory than a block can have";

@@ -11,11 +11,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "common/text.h"
-#include "kernels/catalog/gemm_geometry.h"
-#include "planner/gemm/bands.h"
 #include "planner/gemm_planner.h"
 #include "planner/planner.h"
 #include "tests/planner/plan_checks.h"
+#include "tests/planner/slow_reading.h"
 
 namespace tessera::planner {
 namespace {
@@ -91,48 +90,6 @@ Row RandomRow(Random& random, Backend backend) {
   return row;
 }
 
-// --- The slow reading
-// -------------------------------------------------------------------------------------------------
-
-__int128 Tiles(const GemmVariant& variant, const GemmProblem& problem) {
-  const auto up = [](std::int64_t extent, int tile) { return static_cast<__int128>(extent + tile - 1) / tile; };
-  return up(problem.m, variant.tile.m) * up(problem.n, variant.tile.n) * problem.batch;
-}
-
-// The plan of a row, its raster left open where the row names none; nullopt where the row does not decide.
-std::optional<Plan> Read(const Row& row, const GemmProblem& problem, const DeviceFacts& facts) {
-  const std::int64_t extents[] = {problem.m, problem.n, problem.k};
-  for (std::size_t axis = 0; axis < 3; ++axis) {
-    if (extents[axis] <= row.bands[axis].min || extents[axis] > row.bands[axis].max) return std::nullopt;
-  }
-  for (std::size_t i = 0; i < GemmVariants().size(); ++i) {
-    const GemmVariant& variant = GemmVariants()[i];
-    if (variant.info.id != absl::StrCat(row.class_name, "/", row.recipe)) continue;
-    Plan plan{.variant = i, .split = row.knobs[1], .raster = row.knobs[0]};
-    if (variant.info.backend != facts.backend || !(variant.gemm_class == problem.gemm_class)) return std::nullopt;
-    const std::int64_t shared = kernels::GemmSharedBytes(variant);
-    std::int64_t resident = 1;
-    if (shared > 0 && facts.shared_bytes_per_processor > 0) {
-      resident = std::max<std::int64_t>(
-          1, std::min<std::int64_t>(facts.shared_bytes_per_processor / (shared + 1024),
-                                    facts.threads_per_processor / kernels::GemmBlockThreads(variant)));
-    }
-    if (Tiles(variant, problem) < static_cast<__int128>(row.waves) * facts.processors * resident) return std::nullopt;
-    if (Tiles(variant, problem) < static_cast<__int128>(row.blocks) * facts.processors) return std::nullopt;
-    if (plan.split == 0) {
-      // What the bands would cut; that is theirs to know.
-      plan.split = SplitFor(variant, problem, facts);
-    }
-    const auto workspace =
-        kernels::GemmWorkspaceBytes(variant, problem.batch, problem.m, problem.n, problem.k, plan.split);
-    if (!workspace.has_value()) return std::nullopt;
-    plan.workspace_bytes = *workspace;
-    if (!WhyIllegalPlan(plan, problem, facts).empty()) return std::nullopt;
-    return plan;
-  }
-  return std::nullopt;
-}
-
 std::string Told(const std::vector<Row>& rows, const GemmProblem& problem, const DeviceFacts& facts) {
   const RowSchema* const schemas[] = {&GemmFamily::Schema()};
   return absl::StrCat(GemmFamily::ToText(problem), " on ", facts.processors, " processors of ",
@@ -164,7 +121,7 @@ TEST(PlanProperties, ThePlanIsTheFirstRowsThatCan) {
       std::optional<Plan> expected;
       for (std::size_t tier = 0; tier < 2 && !expected.has_value(); ++tier) {
         for (const Row& row : tiers[tier]) {
-          expected = Read(row, problem, facts);
+          expected = ReadRow(row, problem, facts);
           if (!expected.has_value()) continue;
           expected->source = static_cast<Source>(tier);
           break;

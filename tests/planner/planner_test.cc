@@ -185,7 +185,18 @@ TEST(Planner, StagingLeavesTheHopperTreeOut) {
     EXPECT_EQ(Code(mx.status()), "UNIMPLEMENTED");
     EXPECT_THAT(MessageOf(mx.status()), HasSubstr("mx"));
   }
+  // What only that tree has is refused, with what to do.
+  const GemmProblem fp8 = {
+      .gemm_class = {.a = DType::kE4m3, .b = DType::kE4m3, .out = DType::kBf16}, .m = 64, .n = 64, .k = 64};
+  const auto off = planner.Decide(fp8, h200);
+  EXPECT_EQ(Code(off.status()), "UNIMPLEMENTED");
+  EXPECT_THAT(MessageOf(off.status()), HasSubstr("switched off; see `tessera plan staging`"));
+  const auto elsewhere = planner.Decide(fp8, Device("a100"));
+  EXPECT_EQ(Code(elsewhere.status()), "UNIMPLEMENTED");
+  EXPECT_THAT(MessageOf(elsewhere.status()), HasSubstr("runs on this device; this build has them for sm90a alone"));
+
   ExpectChanged(planner.SetStaging(true, std::nullopt, By("a")));
+  EXPECT_TRUE(planner.Decide(fp8, h200).ok());
   EXPECT_EQ(GemmVariants()[planner.Decide(kProblem, h200)->variant].info.arch, Arch::kSm90a);
 }
 
