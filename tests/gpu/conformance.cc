@@ -20,6 +20,7 @@
 #include "kernels/catalog/gemm_catalog.h"
 #include "kernels/launch/gemm_launch.h"
 #include "tests/gpu/controls.h"
+#include "tests/gpu/far_strides.h"
 #include "tests/gpu/gemm_case.h"
 #include "tests/gpu/gemm_problem.h"
 #include "tests/gpu/gpu.h"
@@ -124,6 +125,7 @@ class Conformance {
 
   void Run() {
     ProveNaiveOracle();
+    RunFarStrides();
     std::vector<Job> jobs = MakeJobs();
     // The longest first, so that no thread is left with one at the end.
     std::stable_sort(jobs.begin(), jobs.end(), [](const Job& x, const Job& y) { return x.Cost() > y.Cost(); });
@@ -237,6 +239,23 @@ class Conformance {
     }
     if (!problem.OutsideIntact(again, out)) return fail(launch + "bytes outside D were written");
     if (!problem.SameBits(first, again, out)) fail(launch + "other bits than the first");
+  }
+
+  // While no other thread uses the GPU, and with memory that goes before they do.
+  void RunFarStrides() {
+    if (options_.reduced) return;
+    if (!FarStrides::Fits()) {
+      report_.Fail("no room for strides past 2^31 elements, which take 95 GB");
+      return;
+    }
+    FarStrides far(gpu_);
+    for (std::size_t position = 0; position < report_.variants().size() && !Stopped(); ++position) {
+      if (report_.variants()[position].variant().info.arch == Arch::kVendor) continue;
+      int ran = 0;
+      const std::string wrong = far.Check(report_.variants()[position].index, &ran);
+      if (!wrong.empty()) report_.Fail(position, wrong);
+      for (int i = 0; i < ran; ++i) report_.CountCase(position, 0);
+    }
   }
 
   // The naive kernel against the host's oracle on small cases of every kind, in every layout of every pair.
