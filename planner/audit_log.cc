@@ -116,7 +116,7 @@ bool ParseAuditLine(const std::string& line, AuditEntry& entry) {
   return true;
 }
 
-AuditLog::AuditLog(std::string directory) : path_(PathIn(directory)) {
+AuditLog::AuditLog(const std::string& directory) : path_(PathIn(directory)) {
   if (!path_.empty()) Load();
 }
 

@@ -47,7 +47,7 @@ struct AuditStats {
 class AuditLog {
  public:
   // `directory`: where the file is, which this process has to itself; empty = none. Made if it is not there.
-  explicit AuditLog(std::string directory = {});
+  explicit AuditLog(const std::string& directory = {});
 
   // Gives the entry its number and the time.
   void Append(AuditEntry entry);
