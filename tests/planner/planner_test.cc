@@ -396,6 +396,37 @@ TEST(Planner, TheCacheTellsProblemsAndDevicesApart) {
   EXPECT_EQ(plain.State().cache_hits, 0U);
 }
 
+TEST(PlanCache, HasEachPlanOnce) {
+  PlanCache<1> cache(4);
+  const auto key = [](std::uint64_t problem, const DeviceFacts& facts) {
+    return PlanCache<1>::KeyOf({problem}, facts, 1);
+  };
+  const DeviceFacts facts = CpuFacts(8);
+  for (int i = 0; i < 10; ++i) cache.Insert(key(7, facts), Plan{.variant = 3});
+  EXPECT_EQ(cache.Count(1), 1U);
+  for (const std::uint64_t problem : {8, 9, 10}) cache.Insert(key(problem, facts), Plan{.variant = problem});
+  EXPECT_EQ(cache.Count(1), 4U);
+  for (const std::uint64_t problem : {8, 9, 10}) EXPECT_EQ(cache.Find(key(problem, facts))->variant, problem);
+  EXPECT_EQ(cache.Find(key(7, facts))->variant, 3U);
+}
+
+// Each field alone, in its highest bits, too.
+TEST(PlanCache, KeysOfOtherFactsAreOthers) {
+  const DeviceFacts base = Device("l20");
+  std::vector<DeviceFacts> facts(9, base);
+  facts[0].backend = kernels::Backend::kVendor;
+  facts[1].archs.Add(Arch::kSm90a);
+  facts[2].processors |= 1 << 30;
+  facts[3].workspace_bytes_max |= std::int64_t{1} << 62;
+  facts[4].l2_bytes |= std::int64_t{1} << 62;
+  facts[5].shared_bytes_per_block |= std::int64_t{1} << 62;
+  facts[6].shared_bytes_per_processor |= std::int64_t{1} << 62;
+  facts[7].threads_per_processor |= 1 << 30;
+  for (std::size_t i = 0; i < facts.size(); ++i) {
+    for (std::size_t j = 0; j < i; ++j) EXPECT_NE(FactsKey(facts[i]), FactsKey(facts[j])) << i << " and " << j;
+  }
+}
+
 TEST(Planner, TheCacheIsBounded) {
   PlannerOptions options;
   options.cached_plans_max = 64;
