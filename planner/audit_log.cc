@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <charconv>
 #include <chrono>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <optional>
@@ -76,6 +77,10 @@ std::string PathIn(const std::string& directory) {
   return directory + kFileName;
 }
 
+std::string DirectoryOf(const std::string& path) {
+  return path.substr(0, path.rfind('/'));
+}
+
 std::string Shortened(std::string value) {
   if (value.size() > kAuditValueBytesMax) value.resize(kAuditValueBytesMax);
   return value;
@@ -111,93 +116,108 @@ bool ParseAuditLine(const std::string& line, AuditEntry& entry) {
   return true;
 }
 
-AuditLog::AuditLog(std::string directory) : path_(PathIn(directory)) {
+AuditLog::AuditLog(const std::string& directory) : path_(PathIn(directory)) {
   if (!path_.empty()) Load();
 }
 
 void AuditLog::Load() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::lock_guard<std::mutex> file_lock(file_mutex_);
   const std::optional<std::string> text = ReadAll(path_);
   if (!text.has_value()) {
     struct stat status = {};
     if (::lstat(path_.c_str(), &status) == 0) {
-      // What stands there is no record: out of the way with it, rather than lost.
+      // What stands there is no record: out of the way with it, rather than lost. If it cannot be moved, what follows
+      // says so.
       ++stats_.damaged_lines;
-      if (::rename(path_.c_str(), (path_ + ".damaged").c_str()) != 0) stats_.error = std::strerror(errno);
+      (void)std::rename(path_.c_str(), (path_ + ".damaged").c_str());
     }
-    stats_.persisted = Write("");  // whether there can be one
-    return;
+    return Note(Rewrite());  // whether there can be one
   }
   file_bytes_ = text->size();
   const bool whole = text->empty() || text->back() == '\n';
-  for (const absl::string_view line : absl::StrSplit(*text, '\n', absl::SkipEmpty())) {
-    AuditEntry entry;
-    // Sequences rise: a line of before is a copy that somebody put there.
-    if (!ParseAuditLine(std::string(line), entry) || entry.sequence < next_sequence_) {
-      ++stats_.damaged_lines;
-      continue;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const absl::string_view line : absl::StrSplit(*text, '\n', absl::SkipEmpty())) {
+      AuditEntry entry;
+      // Sequences rise: a line of before is a copy that somebody put there.
+      if (!ParseAuditLine(std::string(line), entry) || entry.sequence < next_sequence_) {
+        ++stats_.damaged_lines;
+        continue;
+      }
+      next_sequence_ = entry.sequence + 1;
+      entries_.push_back(std::move(entry));
+      if (entries_.size() > kAuditEntriesMax) entries_.pop_front();
     }
-    next_sequence_ = entry.sequence + 1;
-    entries_.push_back(std::move(entry));
-    if (entries_.size() > kAuditEntriesMax) entries_.pop_front();
   }
-  // Else the next line would be part of one that was cut short.
-  stats_.persisted = whole || Rewrite();
+  // A line that was cut short would swallow the next one. Else nothing is written, but known is whether it could be.
+  Note(whole ? Write("") : Rewrite());
 }
 
-bool AuditLog::Write(const std::string& line) {
-  const UniqueFd fd(::open(path_.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0600));
-  // No fsync: a record of what a running daemon did need not outlive the machine's power, and changes come by the
-  // thousand.
-  if (!fd || !WriteAll(fd.get(), line)) {
-    stats_.error = std::strerror(errno);
-    return false;
-  }
+void AuditLog::Note(const std::string& error) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  stats_.persisted = error.empty();
+  stats_.error = error;
+}
+
+std::string AuditLog::Write(const std::string& line) {
+  const UniqueFd fd(::open(path_.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
+  if (!fd || !WriteAll(fd.get(), line) || (!line.empty() && ::fdatasync(fd.get()) != 0)) return std::strerror(errno);
   file_bytes_ += line.size();
-  return true;
+  return {};
 }
 
-bool AuditLog::Rewrite() {
+std::string AuditLog::Rewrite() {
   std::deque<std::string> lines;
   std::size_t bytes = 0;
-  for (auto entry = entries_.rbegin(); entry != entries_.rend(); ++entry) {
-    lines.push_front(AuditLine(*entry) + "\n");
-    bytes += lines.front().size();
-    if (bytes > kAuditFileBytesMax / 2) break;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (auto entry = entries_.rbegin(); entry != entries_.rend(); ++entry) {
+      lines.push_front(AuditLine(*entry) + "\n");
+      bytes += lines.front().size();
+      if (bytes > kAuditFileBytesMax / 2) break;
+    }
   }
   const std::string temporary = path_ + ".tmp";
-  UniqueFd fd(::open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600));
+  // What a killed process has left there, or anything else: neither waited for nor written through.
+  if (::unlink(temporary.c_str()) != 0 && errno != ENOENT) return std::strerror(errno);
+  const UniqueFd fd(::open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600));
   const bool written =
       fd &&
       std::all_of(lines.begin(), lines.end(), [&](const std::string& line) { return WriteAll(fd.get(), line); }) &&
       ::fsync(fd.get()) == 0 && ::rename(temporary.c_str(), path_.c_str()) == 0;
-  if (!written) {
-    stats_.error = std::strerror(errno);
-    return false;
-  }
+  if (!written) return std::strerror(errno);
   file_bytes_ = bytes;
-  return true;
+  // The name is as durable as the lines only once its directory is.
+  const UniqueFd directory(::open(DirectoryOf(path_).c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  return directory && ::fsync(directory.get()) == 0 ? std::string() : std::strerror(errno);
 }
 
 void AuditLog::Append(AuditEntry entry) {
   const auto now = std::chrono::system_clock::now().time_since_epoch();
   entry.time_unix_ms = std::chrono::duration_cast<std::chrono::milliseconds>(now).count();
-  entry.old_value = Shortened(std::move(entry.old_value));
-  entry.new_value = Shortened(std::move(entry.new_value));
-  const std::lock_guard<std::mutex> lock(mutex_);
-  entry.sequence = next_sequence_++;
-  entries_.push_back(std::move(entry));
-  if (entries_.size() > kAuditEntriesMax) entries_.pop_front();
-  if (path_.empty()) return;
-  const std::string line = AuditLine(entries_.back()) + "\n";
-  // A file that is full, or that lacks what could not be written, is written anew.
-  const bool append = stats_.persisted && file_bytes_ + line.size() <= kAuditFileBytesMax;
-  stats_.persisted = append ? Write(line) : Rewrite();
-  if (stats_.persisted) {
-    stats_.error.clear();
-  } else {
-    ++stats_.write_failures;
+  for (std::string* text : {&entry.epoch, &entry.who, &entry.what, &entry.old_value, &entry.new_value}) {
+    *text = Shortened(std::move(*text));
   }
+  const std::lock_guard<std::mutex> file_lock(file_mutex_);
+  std::string line;
+  bool appends = false;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    entry.sequence = next_sequence_++;
+    entries_.push_back(std::move(entry));
+    if (entries_.size() > kAuditEntriesMax) entries_.pop_front();
+    if (path_.empty()) return;
+    line = AuditLine(entries_.back()) + "\n";
+    // A file that is full, or that lacks what could not be written, is written anew.
+    appends = stats_.persisted && file_bytes_ + line.size() <= kAuditFileBytesMax;
+  }
+  std::string error = appends ? Write(line) : Rewrite();
+  // Somebody may have taken the file away.
+  if (appends && !error.empty()) error = Rewrite();
+  Note(error);
+  if (error.empty()) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ++stats_.write_failures;
 }
 
 AuditPage AuditLog::List(std::size_t limit, std::uint64_t before_sequence) const {

@@ -39,15 +39,15 @@ struct AuditStats {
   std::uint64_t entries = 0;        // recorded, of former processes too, as far as they are kept
   std::uint64_t damaged_lines = 0;  // of the file, when it was read
   std::uint64_t write_failures = 0;
-  bool persisted = false;  // the last entry reached the file
-  std::string error;       // why not
+  bool persisted = false;  // all entries that are kept are on the disk
+  std::string error;       // why not; empty without a directory
 };
 
-// Thread-safe.
+// Thread-safe. Append waits for the disk; List and Stats do not, whatever it does.
 class AuditLog {
  public:
   // `directory`: where the file is, which this process has to itself; empty = none. Made if it is not there.
-  explicit AuditLog(std::string directory = {});
+  explicit AuditLog(const std::string& directory = {});
 
   // Gives the entry its number and the time.
   void Append(AuditEntry entry);
@@ -58,14 +58,17 @@ class AuditLog {
 
  private:
   void Load();
-  bool Write(const std::string& line);  // appends
-  bool Rewrite();                       // the entries that are kept, as a new file
+  // With file_mutex_ held; "", or what went wrong.
+  std::string Write(const std::string& line);  // appends
+  std::string Rewrite();                       // the entries that are kept, as a new file
+  void Note(const std::string& error);         // of a write
 
   const std::string path_;  // empty: none
-  mutable std::mutex mutex_;
+  std::mutex file_mutex_;   // of the file, and so of the order of its lines; taken before mutex_
+  std::size_t file_bytes_ = 0;
+  mutable std::mutex mutex_;        // of what follows; held for no longer than to look
   std::deque<AuditEntry> entries_;  // oldest first
   std::uint64_t next_sequence_ = 1;
-  std::size_t file_bytes_ = 0;
   AuditStats stats_;
 };
 

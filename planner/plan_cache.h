@@ -17,15 +17,16 @@
 
 namespace tessera::planner {
 
-inline constexpr std::size_t kFactsWords = 5;
+inline constexpr std::size_t kFactsWords = 6;
 
 // Equal only for equal facts.
 constexpr std::array<std::uint64_t, kFactsWords> FactsKey(const DeviceFacts& facts) {
-  return {static_cast<std::uint64_t>(facts.backend) | std::uint64_t{facts.archs.bits()} << 8U |
-              static_cast<std::uint64_t>(static_cast<std::uint16_t>(facts.threads_per_processor)) << 40U,
+  return {static_cast<std::uint64_t>(facts.backend) | std::uint64_t{facts.archs.bits()} << 8U,
           static_cast<std::uint32_t>(facts.processors) |
-              static_cast<std::uint64_t>(static_cast<std::uint32_t>(facts.shared_bytes_per_block)) << 32U,
-          static_cast<std::uint64_t>(facts.workspace_bytes_max), static_cast<std::uint64_t>(facts.l2_bytes),
+              static_cast<std::uint64_t>(static_cast<std::uint32_t>(facts.threads_per_processor)) << 32U,
+          static_cast<std::uint64_t>(facts.workspace_bytes_max),
+          static_cast<std::uint64_t>(facts.l2_bytes),
+          static_cast<std::uint64_t>(facts.shared_bytes_per_block),
           static_cast<std::uint64_t>(facts.shared_bytes_per_processor)};
 }
 
@@ -68,8 +69,11 @@ class PlanCache {
     if (sets_ == 0) return;
     Entry* set = &entries_[SetOf(key)];
     Entry* target = nullptr;
-    for (std::size_t way = 0; way < kWays && target == nullptr; ++way) {
-      if (set[way].words[0].load(std::memory_order_relaxed) != key[0]) target = &set[way];
+    for (std::size_t way = 0; way < kWays; ++way) {
+      Words words;
+      // Threads that ask for the same new problem at once would else fill the set with it.
+      if (set[way].Read(key, words)) return;
+      if (target == nullptr && set[way].words[0].load(std::memory_order_relaxed) != key[0]) target = &set[way];
     }
     if (target == nullptr) target = &set[turn_.fetch_add(1, std::memory_order_relaxed) % kWays];
     target->Write(key, Pack(plan));
@@ -90,7 +94,7 @@ class PlanCache {
   static constexpr std::size_t kPlanWords = 3;
   using Words = std::array<std::uint64_t, kPlanWords>;
 
-  struct alignas(64) Entry {
+  struct alignas(64) Entry {  // two lines for GEMM
     std::atomic<std::uint64_t> version{0};
     std::array<std::atomic<std::uint64_t>, kKeyWords + kPlanWords> words{};  // revisions begin at 1: 0 = empty
 

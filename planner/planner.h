@@ -74,6 +74,7 @@ struct ChangeResult {
   std::string new_value;
   std::vector<ProbeChange> probes;
   std::array<std::size_t, kTiers> rows{};  // afterwards, by tier
+  bool asks_rows = true;                   // whether they are asked then
   std::vector<std::string> warnings;       // of rows that name what this build does not have, at most 16
 };
 
@@ -145,6 +146,7 @@ class Planner {
   // --- To look at --------------------------------------------------------------------------------------------------
 
   std::shared_ptr<const PlannerConfig> config() const;
+  const std::string& epoch() const { return options_.epoch; }
   std::uint64_t revision() const { return revision_.load(std::memory_order_acquire); }
   PlannerState State() const;
   // What Decide would answer, who decided, and why the others lost. Counts nothing and leaves the cache alone.
@@ -168,6 +170,7 @@ class Planner {
     PlannerConfig config;
     std::string old_value;
     std::string new_value;
+    RowSetPtr from_text = NoRows();  // rows that came with the change, rather than were there
   };
   using Editor = std::function<absl::StatusOr<Edit>(const PlannerConfig& now)>;
 
@@ -180,7 +183,7 @@ class Planner {
   absl::StatusOr<RowSetPtr> Parse(std::string_view text) const;
   void Install(std::shared_ptr<const PlannerConfig> next);
   void TrimHistory();
-  std::vector<std::string> Warnings(const PlannerConfig& now, const PlannerConfig& next) const;
+  std::vector<std::string> Warnings(const RowSet& from_text) const;
 
   const PlannerOptions options_;
   const GemmFamily gemm_;

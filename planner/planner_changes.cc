@@ -19,13 +19,19 @@ std::string ModeValue(const PlannerConfig& config) {
   return absl::StrCat(Av(ModeName(config.mode)), config.mode_is_default ? " (default)" : "");
 }
 
+// No more than what the record keeps: a table of thousands of rows need not become text for that. Where not all fit,
+// the last line says how many there are.
 std::string RowsValue(const RowSet& rows) {
-  const RowSchema* const schemas[] = {&GemmFamily::Schema()};
-  // No more than what the record keeps of it: a table of thousands of rows need not become text for that.
-  constexpr std::size_t kShown = 64;
-  const auto shown = rows.rows().first(std::min(kShown, rows.rows().size()));
-  std::string text = ToText(shown, schemas);
-  if (shown.size() < rows.rows().size()) absl::StrAppend(&text, "... ", rows.rows().size(), " rows\n");
+  constexpr std::size_t kLastLineBytes = 32;
+  std::string text;
+  std::size_t shown = 0;
+  for (const Row& row : rows.rows()) {
+    const std::string line = ToText(row, GemmFamily::Schema());
+    if (text.size() + line.size() + kLastLineBytes > kAuditValueBytesMax) break;
+    absl::StrAppend(&text, line, "\n");
+    ++shown;
+  }
+  if (shown < rows.rows().size()) absl::StrAppend(&text, "... ", rows.rows().size(), " rows\n");
   return text;
 }
 
@@ -65,8 +71,9 @@ absl::StatusOr<ChangeResult> Planner::Change(std::string_view what, const Change
     return status;
   };
   if (options.expected_revision.has_value() && *options.expected_revision != now->revision) {
-    return refuse(absl::AbortedError(
-        absl::StrCat("the configuration has revision ", now->revision, ", not ", *options.expected_revision)));
+    return refuse(absl::AbortedError(absl::StrCat("expected_revision: is ", *options.expected_revision,
+                                                  ", and the configuration has revision ", now->revision,
+                                                  "; look at what has changed, then try again with that")));
   }
   absl::StatusOr<Edit> edited = edit(*now);
   if (!edited.ok()) return refuse(edited.status());
@@ -80,7 +87,8 @@ absl::StatusOr<ChangeResult> Planner::Change(std::string_view what, const Change
                       .new_value = Shortened(std::move(edited->new_value))};
   if (result.changed) ++next->revision;
   result.new_revision = next->revision;
-  result.warnings = Warnings(*now, *next);
+  result.asks_rows = next->AsksRows();
+  result.warnings = Warnings(*edited->from_text);
   for (std::size_t tier = 0; tier < kTiers; ++tier) result.rows[tier] = next->rows[tier]->rows().size();
   for (const Question& question : options.probes) {
     ProbeChange probe{.before = DecideBy(*now, question), .after = DecideBy(*next, question)};
@@ -128,20 +136,17 @@ void Planner::TrimHistory() {
 
 // Rows that can never match in this build are no error: a table may be older or younger than it. But whoever sets them
 // should hear.
-std::vector<std::string> Planner::Warnings(const PlannerConfig& now, const PlannerConfig& next) const {
+std::vector<std::string> Planner::Warnings(const RowSet& from_text) const {
   std::vector<std::string> warnings;
-  for (std::size_t tier = 0; tier < kTiers; ++tier) {
-    if (now.rows[tier] == next.rows[tier]) continue;
-    for (const Row& row : next.rows[tier]->rows()) {
-      const bool known = std::any_of(
-          options_.gemm_catalogue.begin(), options_.gemm_catalogue.end(), [&](const kernels::GemmVariant& variant) {
-            return variant.info.recipe == row.recipe && variant.info.class_name == row.class_name;
-          });
-      if (known) continue;
-      warnings.push_back(absl::StrCat("line ", row.line, ": this build has no recipe ", row.recipe, " in ",
-                                      row.class_name, "; the row is passed over"));
-      if (warnings.size() == kWarningsMax) return warnings;
-    }
+  for (const Row& row : from_text.rows()) {
+    const bool known = std::any_of(
+        options_.gemm_catalogue.begin(), options_.gemm_catalogue.end(), [&](const kernels::GemmVariant& variant) {
+          return variant.info.recipe == row.recipe && variant.info.class_name == row.class_name;
+        });
+    if (known) continue;
+    warnings.push_back(absl::StrCat("line ", row.line, ": this build has no recipe ", row.recipe, " in ",
+                                    row.class_name, "; the row is passed over"));
+    if (warnings.size() == kWarningsMax) break;
   }
   return warnings;
 }
@@ -177,6 +182,7 @@ absl::StatusOr<ChangeResult> Planner::SetTable(std::string_view text, const Chan
       auto parsed = Parse(text);
       if (!parsed.ok()) return InField("text", parsed.status());
       rows = *std::move(parsed);
+      edit.from_text = rows;
     }
     edit.new_value = TableValue(edit.config);
     return edit;
@@ -190,6 +196,7 @@ absl::StatusOr<ChangeResult> Planner::Inject(std::string_view what, std::string_
     auto parsed = Parse(text);
     if (!parsed.ok()) return InField("text", parsed.status());
     RowSetPtr rows = *std::move(parsed);
+    edit.from_text = rows;
     if (mode == InjectMode::kClear && !rows->rows().empty()) {
       return absl::InvalidArgumentError("text: has rows, and the mode clears them");
     }

@@ -205,9 +205,16 @@ absl::StatusOr<Row> ParseNamed(Cursor& cursor, std::span<const RowSchema* const>
   if (class_name.empty()) return cursor.Wrong("class", absl::StrCat("expected a class and found ", cursor.Here()));
   if (class_name.size() > kNameMax) return cursor.Wrong(begin, "class", "longer than any class");
   const RowSchema* schema = SchemaOf(class_name, schemas);
-  if (schema == nullptr) return cursor.Wrong(begin, "class", "of no family that is planned");
+  if (schema == nullptr) {
+    return cursor.Wrong(begin, "class",
+                        "of no family that is planned; a row begins with a class, such as those of "
+                        "`tessera plan vocabulary`");
+  }
   const auto key = schema->ClassKey(class_name);
-  if (!key.has_value()) return cursor.Wrong(begin, "class", absl::StrCat("no class is named '", Av(class_name), "'"));
+  if (!key.has_value())
+    return cursor.Wrong(begin, "class",
+                        absl::StrCat("no class is named '", Av(class_name),
+                                     "'; `tessera plan vocabulary --all` lists those there are"));
   row.class_name = class_name;
   row.class_key = *key;
   Seen seen;

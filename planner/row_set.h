@@ -22,8 +22,9 @@
 
 namespace tessera::planner {
 
+// What a tier may have, its text may: 4096 rows of all that a row can say are less than 2 MiB.
 struct RowLimits {
-  std::size_t text_bytes = std::size_t{1} << 20;
+  std::size_t text_bytes = std::size_t{2} << 20;
   std::size_t line_bytes = 1024;
   std::size_t rows = 4096;  // of one tier
 };

@@ -15,8 +15,8 @@ case "${1:-}" in
     ;;
   thread)
     tests=(executor_test shared_stress_test session_table_test device_buffer_test side_channel_test peer_test
-           gemm_planner_test planner_stress_test metrics_test nvml_test http_server_test supervisor_test reaper_test budget_test
-           import_cache_test session_end_test session_sharing_test session_quota_test lifecycle_model_test
+           gemm_planner_test planner_stress_test audit_log_test metrics_test nvml_test http_server_test supervisor_test
+           reaper_test budget_test import_cache_test session_end_test session_sharing_test session_quota_test lifecycle_model_test
            planner_live_unit_test timeline_test executor_order_test device_wait_test sync_page_test sync_table_test)
     tools/build.sh tsan "${tests[@]}"
     # The distribution's libraries are not instrumented.

@@ -4,9 +4,33 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <string>
 #include <vector>
 
 #include "client/cli/commands.h"
+
+namespace tessera::client::cli {
+namespace {
+
+// Says so where the command that was reached wants a subcommand and got a word that is none: the parser would only ask
+// for one.
+bool SaidUnknownCommand(const CLI::App& app) {
+  const CLI::App* reached = &app;
+  std::string path = app.get_name();
+  while (!reached->get_subcommands().empty()) {
+    reached = reached->get_subcommands().front();
+    path += " " + reached->get_name();
+  }
+  if (reached->get_require_subcommand_min() == 0) return false;
+  // Words that no option took; they are kept where fallthrough has left them.
+  const std::vector<std::string> words = app.remaining(/*recurse=*/true);
+  if (words.empty() || words.front().starts_with('-')) return false;
+  std::fprintf(stderr, "tessera: unknown command '%s'; `%s --help` lists them\n", words.front().c_str(), path.c_str());
+  return true;
+}
+
+}  // namespace
+}  // namespace tessera::client::cli
 
 int main(int argc, char** argv) {
   using namespace tessera::client::cli;
@@ -51,6 +75,7 @@ int main(int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
+    if (SaidUnknownCommand(app)) return kExitUsage;
     return app.exit(error) == 0 ? kExitOk : kExitUsage;
   }
   for (const Command& command : commands) {

@@ -117,11 +117,17 @@ absl::StatusOr<v1::Problem> ParseShape(const std::string& text) {
       shape.layout = part;
     } else if (AccumulationOf(part).ok()) {
       shape.accumulation = part;
-    } else {
+    } else if (DTypeFromName(part) != DType::kUnspecified) {
       shape.out = part;
+    } else {
+      return absl::InvalidArgumentError(absl::StrCat("--probe ", text, ": '", part,
+                                                     "' is no pair (such as e4m3_e5m2), layout (NT, NN, TN, TT), ",
+                                                     "accumulation (fast, exact) or type of the output (bf16, f32)"));
     }
   }
-  return ToProblem(shape);
+  absl::StatusOr<v1::Problem> problem = ToProblem(shape);
+  if (!problem.ok()) return InField(absl::StrCat("--probe ", text), problem.status());
+  return problem;
 }
 
 nlohmann::json ToJson(const v1::PlanInfo& plan) {
@@ -141,7 +147,15 @@ std::string OneLine(const std::string& value) {
   std::vector<std::string> lines = absl::StrSplit(value, '\n');
   while (lines.size() > 1 && lines.back().empty()) lines.pop_back();
   if (lines.size() == 1) return lines[0].empty() ? "nothing" : lines[0];
-  return absl::StrCat(lines[0], " (and ", lines.size() - 1, " more)");
+  // The record keeps as many rows as fit; its last line says how many there were, "... 4096 rows".
+  std::uint64_t count = lines.size();
+  std::string_view last = lines.back();
+  constexpr std::string_view kMark = "... ";
+  if (last.starts_with(kMark)) {
+    last.remove_prefix(kMark.size());
+    std::from_chars(last.data(), last.data() + last.size(), count);
+  }
+  return absl::StrCat(lines[0], " (and ", count - 1, " more)");
 }
 
 std::string TimeText(std::int64_t unix_ms) {

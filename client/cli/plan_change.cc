@@ -3,10 +3,12 @@
 #include <cstdio>
 #include <fstream>
 #include <iterator>
+#include <limits>
 #include <optional>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "client/cli/plan.h"
 #include "common/status_macros.h"
 #include "common/text.h"
@@ -45,8 +47,27 @@ absl::StatusOr<v1::ChangeOptions> ToOptions(const ChangeArguments& arguments) {
   return options;
 }
 
+// Messages are UTF-8, and the library that writes them says no more than that they are not.
+absl::Status CheckText(const std::string& path, const std::string& text) {
+  int number = 1;
+  for (const absl::string_view part : absl::StrSplit(text, '\n')) {
+    const std::string line(part);
+    const std::string quoted = json(line).dump(-1, ' ', false, json::error_handler_t::replace);
+    if (json::parse(quoted, nullptr, /*allow_exceptions=*/false) != line) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(path, ": line ", number, " is not UTF-8 text; is this a table of rows?"));
+    }
+    ++number;
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<std::string> ReadRows(const RowArguments& arguments) {
-  if (!arguments.rows.empty()) return absl::StrJoin(arguments.rows, "\n") + "\n";
+  if (!arguments.rows.empty()) {
+    const std::string rows = absl::StrJoin(arguments.rows, "\n") + "\n";
+    RETURN_IF_ERROR(CheckText("--row", rows));
+    return rows;
+  }
   std::ifstream file(arguments.file, std::ios::binary);
   if (!file) return ErrnoStatus(absl::StatusCode::kNotFound, arguments.file);
   std::string text;
@@ -56,6 +77,7 @@ absl::StatusOr<std::string> ReadRows(const RowArguments& arguments) {
     if (text.size() > kTextBytesMax) return absl::InvalidArgumentError(absl::StrCat(arguments.file, ": too large"));
   }
   if (file.bad()) return ErrnoStatus(absl::StatusCode::kUnavailable, arguments.file);
+  RETURN_IF_ERROR(CheckText(arguments.file, text));
   return text;
 }
 
@@ -90,7 +112,8 @@ void PrintChange(const v1::ChangeReply& reply, const ChangeArguments& arguments)
   if (!reply.changed()) {
     std::printf("nothing to change, revision %llu stays\n", static_cast<unsigned long long>(reply.old_revision()));
   } else {
-    std::printf("%srevision %llu -> %llu: %s -> %s\n", reply.dry_run() ? "would be " : "",
+    // Rows have arrows of their own: each side on a line.
+    std::printf("%srevision %llu -> %llu\n  from  %s\n  to    %s\n", reply.dry_run() ? "would be " : "",
                 static_cast<unsigned long long>(reply.old_revision()),
                 static_cast<unsigned long long>(reply.new_revision()), OneLine(reply.old_value()).c_str(),
                 OneLine(reply.new_value()).c_str());
@@ -165,10 +188,15 @@ int RunImport(const GlobalOptions& global, const RowArguments& arguments) {
   return Send(global, arguments.change, request, &Planner::ImportRows);
 }
 
+CLI::Range RevisionRange() {
+  return {std::int64_t{1}, std::numeric_limits<std::int64_t>::max()};
+}
+
 void AddChangeOptions(CLI::App& command, ChangeArguments& arguments) {
   command.add_flag("--dry-run", arguments.dry_run, "Show what would change, and change nothing");
-  command.add_option("--expect-revision", arguments.expected_revision,
-                     "Only if the configuration still has this revision");
+  command
+      .add_option("--expect-revision", arguments.expected_revision, "Only if the configuration still has this revision")
+      ->check(RevisionRange());
   command
       .add_option("--probe", arguments.probes,
                   "Show the plan of this problem before and after; MxNxK[:PAIR][:LAYOUT][:OUT], may be repeated")
@@ -260,7 +288,7 @@ void AddRollback(CLI::App& plan, const GlobalOptions& options, std::vector<Comma
   CLI::App* rollback = plan.add_subcommand("rollback", "Sets everything as it was at a revision (administrators)");
   auto revision = std::make_shared<std::uint64_t>(0);
   auto change = std::make_shared<ChangeArguments>();
-  rollback->add_option("revision", *revision, "One that `plan state` lists")->required();
+  rollback->add_option("revision", *revision, "One that `plan state` lists")->required()->check(RevisionRange());
   AddChangeOptions(*rollback, *change);
   commands.push_back({rollback, [&options, revision, change] {
                         v1::RollbackRequest request;

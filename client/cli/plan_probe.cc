@@ -102,7 +102,7 @@ void AddPlanProbe(CLI::App& plan, const GlobalOptions& options, std::vector<Comm
       ->capture_default_str();
   probe->add_option("--candidates", own->candidates, "Show at most so many that lost")
       ->capture_default_str()
-      ->check(CLI::Range(1, 4096));
+      ->check(CLI::Range(1, 1024));
   commands.push_back({probe, [&options, own] { return Run(options, *own); }});
 }
 

@@ -182,38 +182,72 @@ int RunExport(const GlobalOptions& options, const std::string& tier, const std::
   });
 }
 
+// Up to `limit` changes, in as many calls as it takes: a reply has no more than fits into a message.
+absl::StatusOr<v1::ListChangesReply> AllChanges(const Planner& planner, std::uint32_t limit) {
+  v1::ListChangesReply all;
+  do {
+    v1::ListChangesRequest request;
+    request.set_limit(limit - static_cast<std::uint32_t>(all.changes_size()));
+    if (all.changes_size() > 0) request.set_before_sequence(all.changes().rbegin()->sequence());
+    absl::StatusOr<v1::ListChangesReply> reply = planner.ListChanges(request);
+    if (!reply.ok()) return reply.status();
+    if (reply->changes().empty()) break;
+    all.mutable_changes()->MergeFrom(reply->changes());
+    reply->mutable_changes()->Swap(all.mutable_changes());
+    all = *std::move(reply);
+  } while (all.more() && all.changes_size() < static_cast<int>(limit));
+  return all;
+}
+
+json AuditJson(const v1::ListChangesReply& list) {
+  json changes = json::array();
+  for (const v1::PlannerChange& change : list.changes()) {
+    changes.push_back({{"sequence", change.sequence()},
+                       {"revision", change.revision()},
+                       {"old_revision", change.old_revision()},
+                       {"time_unix_ms", change.time_unix_ms()},
+                       {"who", change.who()},
+                       {"what", change.what()},
+                       {"old", change.old_value()},
+                       {"new", change.new_value()},
+                       {"epoch", change.epoch()}});
+  }
+  return {{"changes", changes},
+          {"more", list.more()},
+          {"persisted", list.persisted()},
+          {"persist_error", list.persist_error()},
+          {"damaged_lines", list.damaged_lines()},
+          {"epoch", list.epoch()}};
+}
+
+void PrintAudit(const v1::ListChangesReply& list) {
+  Table table({"when", "revision", "who", "what", "from", "to"});
+  bool earlier = false;
+  for (const v1::PlannerChange& change : list.changes()) {
+    // Revisions begin anew with each daemon, and only its own can be gone back to.
+    const bool own = change.epoch() == list.epoch();
+    earlier = earlier || !own;
+    table.Add({TimeText(change.time_unix_ms()),
+               own ? std::to_string(change.revision()) : absl::StrCat("(", change.revision(), ")"), change.who(),
+               change.what(), OneLine(change.old_value()), OneLine(change.new_value())});
+  }
+  std::fputs(table.ToString().c_str(), stdout);
+  std::printf("%s, newest first%s\n", Counted(static_cast<std::uint64_t>(list.changes_size()), "change").c_str(),
+              list.more() ? "; --limit shows more" : "");
+  if (earlier) std::puts("(revisions of former starts of the daemon, which cannot be gone back to, are in brackets)");
+  if (list.persisted()) return;
+  if (list.persist_error().empty()) {
+    std::puts("the record ends with the daemon, as it has no state_dir");
+  } else {
+    std::printf("the newest changes are not kept over restarts: %s\n", list.persist_error().c_str());
+  }
+}
+
 int RunAudit(const GlobalOptions& options, std::uint32_t limit) {
   return WithPlanner(options, [&](const Planner& planner) {
-    v1::ListChangesRequest request;
-    request.set_limit(limit);
-    const auto list = planner.ListChanges(request);
+    const auto list = AllChanges(planner, limit);
     if (!list.ok()) return Fail(options, list.status());
-    json changes = json::array();
-    Table table({"when", "revision", "who", "what", "from", "to"});
-    for (const v1::PlannerChange& change : list->changes()) {
-      changes.push_back({{"sequence", change.sequence()},
-                         {"revision", change.revision()},
-                         {"old_revision", change.old_revision()},
-                         {"time_unix_ms", change.time_unix_ms()},
-                         {"who", change.who()},
-                         {"what", change.what()},
-                         {"old", change.old_value()},
-                         {"new", change.new_value()},
-                         {"epoch", change.epoch()}});
-      table.Add({TimeText(change.time_unix_ms()), std::to_string(change.revision()), change.who(), change.what(),
-                 OneLine(change.old_value()), OneLine(change.new_value())});
-    }
-    if (options.json) {
-      PrintDocument({{"changes", changes},
-                     {"more", list->more()},
-                     {"persisted", list->persisted()},
-                     {"damaged_lines", list->damaged_lines()}});
-      return kExitOk;
-    }
-    std::fputs(table.ToString().c_str(), stdout);
-    std::printf("%s, newest first%s%s\n", Counted(changes.size(), "change").c_str(),
-                list->more() ? "; --limit shows more" : "",
-                list->persisted() ? "" : "; the record ends with the daemon, as it has no state_dir");
+    options.json ? PrintDocument(AuditJson(*list)) : PrintAudit(*list);
     return kExitOk;
   });
 }

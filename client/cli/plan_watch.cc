@@ -1,6 +1,7 @@
 // `tessera plan watch`: decisions as they are made.
 
 #include <cstdio>
+#include <limits>
 
 #include "client/cli/plan.h"
 
@@ -70,7 +71,9 @@ void AddPlanWatch(CLI::App& plan, const GlobalOptions& options, std::vector<Comm
   watch->add_option("--buffer", own->buffer, "Decisions that wait while this end is slow; 0 = 1024")
       ->capture_default_str()
       ->check(CLI::Range(0, 65536));
-  watch->add_option("--count", own->count, "Stop after so many; 0 = never")->capture_default_str();
+  watch->add_option("--count", own->count, "Stop after so many; 0 = never")
+      ->capture_default_str()
+      ->check(CLI::Range(std::int64_t{0}, std::numeric_limits<std::int64_t>::max()));
   commands.push_back({watch, [&options, own] { return Run(options, *own); }});
 }
 

@@ -48,7 +48,7 @@ void Encode(const planner::ChangeResult& result, v1::ChangeReply& to) {
   to.set_new_value(result.new_value);
   std::size_t rows = 0;
   for (const std::size_t count : result.rows) rows += count;
-  to.set_rows(static_cast<std::uint32_t>(rows));
+  to.set_rows(result.asks_rows ? static_cast<std::uint32_t>(rows) : 0);
   std::uint32_t changed = 0;
   for (const planner::ProbeChange& probe : result.probes) {
     v1::ProbeChange& each = *to.add_probes();

@@ -49,14 +49,6 @@ absl::StatusOr<std::optional<planner::Tier>> DecodeTier(v1::RowTier tier) {
   }
 }
 
-// Errors of rows begin with the field that carries them; those of the configuration are about no field.
-absl::StatusOr<planner::ChangeResult> OfText(absl::StatusOr<planner::ChangeResult> result) {
-  const absl::StatusCode code = result.status().code();
-  const bool about_text = code == absl::StatusCode::kInvalidArgument || code == absl::StatusCode::kResourceExhausted;
-  if (about_text) return InField("text", result.status());
-  return result;
-}
-
 std::string DeviceNames() {
   return absl::StrJoin(planner::KnownDevices(), ", ",
                        [](std::string* out, const planner::KnownDevice& device) { out->append(device.name); });
@@ -191,9 +183,7 @@ grpc::ServerUnaryReactor* PlannerService::SetPlanner(grpc::CallbackServerContext
                                                      const v1::SetPlannerRequest* request, v1::ChangeReply* reply) {
   return Answer(context, scope_, RpcMethod::kPlannerSetPlanner, [&](const Peer& peer) {
     const auto change = [&](const planner::ChangeOptions& options) {
-      absl::StatusOr<planner::ChangeResult> result = planner_.SetPlanner(request->mode(), options);
-      if (absl::IsInvalidArgument(result.status())) result = InField("mode", result.status());
-      return result;
+      return planner_.SetPlanner(request->mode(), options);
     };
     return Apply(peer, request->options(), change, *reply);
   });
@@ -203,7 +193,7 @@ grpc::ServerUnaryReactor* PlannerService::SetTable(grpc::CallbackServerContext* 
                                                    const v1::SetTableRequest* request, v1::ChangeReply* reply) {
   return Answer(context, scope_, RpcMethod::kPlannerSetTable, [&](const Peer& peer) {
     const auto change = [&](const planner::ChangeOptions& options) {
-      return OfText(planner_.SetTable(request->text(), options));
+      return planner_.SetTable(request->text(), options);
     };
     return Apply(peer, request->options(), change, *reply);
   });
@@ -214,7 +204,7 @@ grpc::ServerUnaryReactor* PlannerService::InjectRows(grpc::CallbackServerContext
   return Answer(context, scope_, RpcMethod::kPlannerInjectRows, [&](const Peer& peer) -> absl::Status {
     ASSIGN_OR_RETURN(const planner::InjectMode mode, DecodeMode(request->mode(), request->text()));
     const auto change = [&](const planner::ChangeOptions& options) {
-      return OfText(planner_.InjectRows(request->text(), mode, options));
+      return planner_.InjectRows(request->text(), mode, options);
     };
     return Apply(peer, request->options(), change, *reply);
   });
@@ -247,9 +237,7 @@ grpc::ServerUnaryReactor* PlannerService::Rollback(grpc::CallbackServerContext* 
                                                    const v1::RollbackRequest* request, v1::ChangeReply* reply) {
   return Answer(context, scope_, RpcMethod::kPlannerRollback, [&](const Peer& peer) {
     const auto change = [&](const planner::ChangeOptions& options) {
-      absl::StatusOr<planner::ChangeResult> result = planner_.Rollback(request->revision(), options);
-      if (absl::IsNotFound(result.status())) result = InField("revision", result.status());
-      return result;
+      return planner_.Rollback(request->revision(), options);
     };
     return Apply(peer, request->options(), change, *reply);
   });
@@ -272,7 +260,7 @@ grpc::ServerUnaryReactor* PlannerService::ImportRows(grpc::CallbackServerContext
   return Answer(context, scope_, RpcMethod::kPlannerImportRows, [&](const Peer& peer) -> absl::Status {
     ASSIGN_OR_RETURN(const planner::InjectMode mode, DecodeMode(request->mode(), request->text()));
     const auto change = [&](const planner::ChangeOptions& options) {
-      return OfText(planner_.ImportRows(request->text(), mode, options));
+      return planner_.ImportRows(request->text(), mode, options);
     };
     RETURN_IF_ERROR(Apply(peer, request->options(), change, *reply));
     if (request->persist() && !reply->dry_run()) Persist(*reply);
@@ -289,11 +277,24 @@ grpc::ServerUnaryReactor* PlannerService::ListChanges(grpc::CallbackServerContex
     }
     const std::uint32_t limit = request->limit() == 0 ? kChangesDefault : request->limit();
     const planner::AuditPage page = planner_.Changes(limit, request->before_sequence());
-    for (const planner::AuditEntry& entry : page.entries) Encode(entry, *reply->add_changes());
+    // A thousand changes of whole tables would be more than a message may have: half of that, and the rest is older.
+    const auto bytes_max = static_cast<std::size_t>(scope_.settings.message_bytes_max) / 2;
+    std::size_t bytes = 0;
     reply->set_more(page.more);
+    for (const planner::AuditEntry& entry : page.entries) {
+      v1::PlannerChange& change = *reply->add_changes();
+      Encode(entry, change);
+      bytes += change.ByteSizeLong();
+      if (bytes <= bytes_max || reply->changes_size() == 1) continue;
+      reply->mutable_changes()->RemoveLast();
+      reply->set_more(true);
+      break;
+    }
     const planner::AuditStats stats = planner_.State().audit;
     reply->set_persisted(stats.persisted);
+    reply->set_persist_error(stats.error);
     reply->set_damaged_lines(stats.damaged_lines);
+    reply->set_epoch(planner_.epoch());
     return absl::OkStatus();
   });
 }

@@ -71,7 +71,6 @@ class WatchReactor final : public grpc::ServerWriteReactor<v1::WatchDecisionsRep
     status_ = Subscribe(context, request, planner);
     std::unique_lock<std::mutex> lock(mutex_);
     if (!status_.ok()) return FinishOnce(lock);
-    writing_ = true;
     lock.unlock();
     StartWrite(&reply_);  // an empty one: the watch has begun
   }
@@ -152,7 +151,7 @@ class WatchReactor final : public grpc::ServerWriteReactor<v1::WatchDecisionsRep
 
   std::mutex mutex_;
   std::unique_ptr<planner::WatchSubscription> subscription_;
-  bool writing_ = false;
+  bool writing_ = true;  // from the beginning: the pump may look before the first, empty one has begun
   bool cancelled_ = false;
   bool finished_ = false;
 };

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <cstdint>
 #include <fstream>
 #include <iostream>
@@ -161,7 +162,7 @@ std::string Cpu() {
 }
 
 double Rounded(double value) {
-  return static_cast<double>(static_cast<std::int64_t>(value * 1000 + 0.5)) / 1000;
+  return std::round(value * 1000) / 1000;
 }
 
 // The lines, or nothing where a measurement is not one.

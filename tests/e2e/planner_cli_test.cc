@@ -189,5 +189,84 @@ TEST_F(PlannerCliTest, Watch) {
   EXPECT_EQ(decisions, 3);
 }
 
+TEST_F(PlannerCliTest, RefusalsSayWhatToDoNext) {
+  const std::pair<std::vector<std::string>, const char*> kUsage[] = {
+      {{"nosuch"}, "unknown command 'nosuch'; `tessera plan --help` lists them"},
+      {{"rollback", "-1"}, "not in range"},
+      {{"set", "table", "--expect-revision", "-1"}, "not in range"},
+      {{"watch", "--count", "-1"}, "not in range"},
+      {{"probe", "-m", "1", "-n", "1", "-k", "1", "--candidates", "1025"}, "not in range"},
+  };
+  for (const auto& [arguments, message] : kUsage) EXPECT_THAT(Plan(arguments, 2).err, HasSubstr(message));
+  const std::string row = kRow;
+  const std::pair<std::vector<std::string>, const char*> kRefused[] = {
+      {{"table", "--row", "nonsense"},
+       "INVALID_ARGUMENT: text: line 1, column 1, class: of no family that is planned; a row begins with a class"},
+      {{"inject", "--row", "gemm.cpu.bf16 -> x"},
+       "INVALID_ARGUMENT: text: line 1, column 1, class: no class is named 'gemm.cpu.bf16'; `tessera plan vocabulary"},
+      {{"rollback", "999999"}, "NOT_FOUND: revision: 999999 is not kept; "},
+      {{"set", "table", "--expect-revision", "999999"}, "ABORTED: expected_revision: is 999999, and the configuration"},
+      {{"table", "--row", row, "--probe", "8x8x8:foo"}, "--probe 8x8x8:foo: 'foo' is no pair"},
+      {{"table", "--row", row, "--probe", "8x8x8:bf16_foo"}, "--probe 8x8x8:bf16_foo: --pair"},
+  };
+  for (const auto& [arguments, message] : kRefused) EXPECT_THAT(Plan(arguments, 1).err, HasSubstr(message));
+  EXPECT_THAT(Plan({"table", Write(row + "\n# caf\xe9\n")}, 1).err, HasSubstr(": line 2 is not UTF-8 text"));
+  EXPECT_THAT(Plan({"table", "--row", "\xff"}, 1).err, HasSubstr("--row: line 1 is not UTF-8 text"));
+  EXPECT_EQ(Json({"state"}).value("revision", 0), 1) << "refused";
+  Plan({"table", Write(row + " # caf\xc3\xa9\n")});
+}
+
+TEST_F(PlannerCliTest, CountsTheRowsThatAreInForce) {
+  std::string rows;
+  for (int i = 0; i < 1000; ++i) rows += std::string(kRow) + "\n";
+  const std::string path = Write(rows);
+  EXPECT_THAT(Plan({"inject", path}).out, AllOf(HasSubstr("1000 rows in force"), HasSubstr("(and 999 more)")));
+  EXPECT_THAT(Plan({"table", path}).out, HasSubstr("2000 rows in force"));
+  EXPECT_THAT(Plan({"audit"}).out, HasSubstr("(and 999 more)"));
+  EXPECT_THAT(Plan({"table", "--off"}).out, HasSubstr("0 rows in force"));
+  EXPECT_THAT(Plan({"table", path}).out, HasSubstr("2000 rows in force"));
+  EXPECT_THAT(Plan({"set", "model"}).out, HasSubstr("0 rows in force"));
+}
+
+// Changes of whole tables are larger than a small daemon's messages: the list comes in parts.
+TEST_F(PlannerCliTest, TheRecordIsListedWhateverItsSize) {
+  StopDaemon();
+  StartDaemon({{"cache_dir", "off"}, {"message_bytes_max", "96KiB"}, {"inline_bytes_max", "16KiB"}});
+  std::string rows;
+  for (int i = 0; i < 60; ++i) rows += std::string(kRow) + "\n";
+  constexpr std::size_t kChanges = 24;
+  for (std::size_t i = 0; i < kChanges; ++i) {
+    Plan({"table", Write(rows + "gemm.cpu.bf16_bf16.bf16.fast.NT m(0," + std::to_string(i + 1) + "] -> reference\n")});
+  }
+  const json all = Json({"audit", "--limit", "1000"});
+  ASSERT_EQ(all["changes"].size(), kChanges);
+  EXPECT_FALSE(all.value("more", true));
+  for (std::size_t i = 0; i < kChanges; ++i) {
+    EXPECT_EQ(all["changes"][i].value("sequence", std::size_t{0}), kChanges - i);
+    EXPECT_EQ(all["changes"][i].value("epoch", "a"), all.value("epoch", "b"));
+  }
+  const json some = Json({"audit", "--limit", "20"});
+  EXPECT_EQ(some["changes"].size(), 20U);
+  EXPECT_TRUE(some.value("more", false));
+  EXPECT_THAT(Plan({"audit"}).out, AllOf(HasSubstr("24 changes"), HasSubstr("it has no state_dir")));
+}
+
+TEST_F(PlannerCliTest, TheRecordTellsStartsOfTheDaemonApart) {
+  StopDaemon();
+  const std::string state = directory().File("state");
+  for (const char* mode : {"table", "model"}) {
+    StartDaemon({{"cache_dir", "off"}, {"state_dir", state}});
+    Plan({"set", mode});
+    if (std::string(mode) == "table") StopDaemon();
+  }
+  const Finished audit = Plan({"audit"});
+  EXPECT_THAT(audit.out, AllOf(HasSubstr("(2)"), HasSubstr("former starts of the daemon"), HasSubstr("2 changes")));
+  EXPECT_THAT(audit.out, Not(HasSubstr("ends with the daemon")));
+  const json list = Json({"audit"});
+  EXPECT_TRUE(list.value("persisted", false));
+  EXPECT_EQ(list.value("persist_error", "-"), "");
+  EXPECT_NE(list["changes"][0]["epoch"], list["changes"][1]["epoch"]);
+}
+
 }  // namespace
 }  // namespace tessera::e2e

@@ -3,12 +3,15 @@
 
 #include <gtest/gtest.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
 #include <sstream>
 #include <string>
+#include <thread>
+#include <vector>
 
 namespace tessera::planner {
 namespace {
@@ -175,6 +178,81 @@ TEST_F(AuditLogTest, GoesOnWithoutAFile) {
   EXPECT_FALSE(log.Stats().persisted);
   EXPECT_GE(log.Stats().write_failures, 1U);
   EXPECT_FALSE(log.Stats().error.empty());
+}
+
+TEST_F(AuditLogTest, KnowsBeforeTheFirstChangeWhetherItIsKept) {
+  EXPECT_FALSE(AuditLog().Stats().persisted);
+  EXPECT_TRUE(AuditLog(directory_.string()).Stats().persisted) << "a new file";
+  EXPECT_TRUE(AuditLog(directory_.string()).Stats().persisted) << "an empty one";
+  const AuditLog nowhere("/proc/no such directory");
+  EXPECT_FALSE(nowhere.Stats().persisted);
+  EXPECT_FALSE(nowhere.Stats().error.empty());
+
+  AuditLog(directory_.string()).Append(Entry(2));
+  ASSERT_EQ(::chmod(file().c_str(), 0444), 0);
+  ASSERT_EQ(::chmod(directory_.c_str(), 0555), 0);
+  // Of root, who may write all the same, as somebody else.
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    constexpr uid_t kSomebody = 12'345;
+    if (::getuid() == 0 && (::setgid(kSomebody) != 0 || ::setuid(kSomebody) != 0)) ::_exit(3);
+    const AuditStats stats = AuditLog(directory_.string()).Stats();
+    ::_exit(stats.entries > 1 ? 2 : (stats.persisted || stats.error.empty() ? 1 : 0));
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0) << "a file that can be read and not be written";
+  ASSERT_EQ(::chmod(directory_.c_str(), 0755), 0);
+}
+
+TEST_F(AuditLogTest, RecoversWhenTheFileIsTakenAway) {
+  AuditLog log(directory_.string());
+  log.Append(Entry(2));
+  fs::remove(file());
+  log.Append(Entry(3));
+  EXPECT_TRUE(log.Stats().persisted) << log.Stats().error;
+  EXPECT_EQ(log.Stats().write_failures, 0U);
+  EXPECT_EQ(AuditLog(directory_.string()).List(10, 0).entries.size(), 2U) << "what was in it is made up for";
+}
+
+TEST_F(AuditLogTest, EntriesOfManyThreadsStandInTheirOrder) {
+  constexpr int kThreads = 4;
+  constexpr int kEach = 25;
+  {
+    AuditLog log(directory_.string());
+    std::vector<std::thread> threads;
+    for (int i = 0; i < kThreads; ++i) {
+      threads.emplace_back([&] {
+        for (int n = 0; n < kEach; ++n) {
+          log.Append(Entry(2));
+          EXPECT_FALSE(log.List(3, 0).entries.empty());
+          EXPECT_TRUE(log.Stats().persisted);
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+  AuditLog log(directory_.string());
+  EXPECT_EQ(log.Stats().damaged_lines, 0U) << "lines that are not in order are taken for damage";
+  EXPECT_EQ(log.Stats().entries, static_cast<std::size_t>(kThreads * kEach));
+}
+
+// Opening a pipe would wait for a reader, and a link would be written through.
+TEST_F(AuditLogTest, WhatStandsWhereTheNewFileIsMadeDoesNotMatter) {
+  const std::string place = file().string() + ".tmp";
+  const fs::path target = directory_ / "other";
+  ASSERT_EQ(::mkfifo(place.c_str(), 0600), 0);
+  AuditLog log(directory_.string());
+  EXPECT_TRUE(log.Stats().persisted) << log.Stats().error;
+  for (const bool link : {false, true}) {
+    fs::remove(file());
+    link ? fs::create_symlink(target, place) : static_cast<void>(std::ofstream(place) << "left behind");
+    log.Append(Entry(2));
+    EXPECT_TRUE(log.Stats().persisted) << log.Stats().error;
+    EXPECT_FALSE(fs::exists(target));
+  }
+  EXPECT_EQ(AuditLog(directory_.string()).List(10, 0).entries.size(), 2U);
 }
 
 TEST_F(AuditLogTest, RecoversWhenTheDirectoryComesBack) {

@@ -218,7 +218,8 @@ TEST(Planner, RefusedChangesChangeNothing) {
                                 "INVALID_ARGUMENT", "ABORTED",          "NOT_FOUND"};
   for (std::size_t i = 0; i < std::size(refused); ++i) EXPECT_EQ(Code(refused[i].status()), kCodes[i]) << i;
   EXPECT_THAT(MessageOf(refused[1].status()), HasSubstr("text: line 1, column 1, class"));
-  EXPECT_THAT(MessageOf(refused[4].status()), HasSubstr("revision 2"));
+  EXPECT_THAT(MessageOf(refused[4].status()),
+              HasSubstr("expected_revision: is 1, and the configuration has revision 2"));
   EXPECT_EQ(planner.config(), before);
   EXPECT_EQ(planner.State().refused_changes, std::size(refused));
   EXPECT_EQ(planner.Changes(10, 0).entries.size(), 1U);
@@ -251,6 +252,24 @@ TEST(Planner, ADryRunSaysWhatWouldChange) {
   EXPECT_EQ(planner.revision(), 1U);
   EXPECT_EQ(planner.Decide(kProblem, CpuFacts(8))->source, Source::kDegraded);
   EXPECT_TRUE(planner.Changes(10, 0).entries.empty());
+}
+
+// Lines of an earlier text mean nothing to whoever sends the next.
+TEST(Planner, WarnsOfRowsThatCameWithTheChange) {
+  Planner planner;
+  const auto stale = planner.InjectRows(CpuRow("-> blocked_7x7x7"), InjectMode::kAppend, By("a"));
+  ASSERT_TRUE(stale.ok());
+  EXPECT_EQ(stale->warnings.size(), 1U);
+  const auto good = planner.InjectRows(CpuRow("-> reference"), InjectMode::kAppend, By("a"));
+  ASSERT_TRUE(good.ok());
+  EXPECT_THAT(good->warnings, ::testing::IsEmpty());
+  const auto back = planner.Rollback(2, By("a"));
+  ASSERT_TRUE(back.ok());
+  EXPECT_TRUE(back->changed);
+  EXPECT_THAT(back->warnings, ::testing::IsEmpty());
+  const auto repeated = planner.SetTable(CpuRow("-> reference") + CpuRow("-> blocked_7x7x7"), By("a"));
+  ASSERT_TRUE(repeated.ok());
+  EXPECT_THAT(repeated->warnings, ::testing::ElementsAre(HasSubstr("line 2: this build has no recipe")));
 }
 
 TEST(Planner, RollsBackToWhatIsKept) {
@@ -308,6 +327,18 @@ TEST(Planner, TheRecordSaysWhoDidWhat) {
   EXPECT_GT(page.entries[1].time_unix_ms, 1'600'000'000'000);
 }
 
+TEST(Planner, TheRecordCountsTheRowsItDoesNotKeep) {
+  Planner planner;
+  std::string rows;
+  for (int i = 0; i < 4096; ++i) rows += CpuRow(absl::StrCat("m(", i, ",", i + 1, "] -> reference"));
+  ExpectChanged(planner.SetTable(rows, By("a")));
+  const std::string value = planner.Changes(1, 0).entries[0].new_value;
+  EXPECT_LE(value.size(), kAuditValueBytesMax);
+  EXPECT_GT(value.size(), kAuditValueBytesMax / 2);
+  EXPECT_THAT(value, ::testing::StartsWith(CpuRow("m(0,1] -> reference")));
+  EXPECT_THAT(value, ::testing::EndsWith("] -> reference\n... 4096 rows\n"));
+}
+
 TEST(Planner, ExportedRowsCanBeImported) {
   Planner planner;
   const std::string table = CpuRow("m(0,16] k(512,*] waves>=2 -> splitk_48x48x512 split=4");
@@ -363,6 +394,37 @@ TEST(Planner, TheCacheTellsProblemsAndDevicesApart) {
   }
   EXPECT_GT(cached.State().cache_hits, 0U);
   EXPECT_EQ(plain.State().cache_hits, 0U);
+}
+
+TEST(PlanCache, HasEachPlanOnce) {
+  PlanCache<1> cache(4);
+  const auto key = [](std::uint64_t problem, const DeviceFacts& facts) {
+    return PlanCache<1>::KeyOf({problem}, facts, 1);
+  };
+  const DeviceFacts facts = CpuFacts(8);
+  for (int i = 0; i < 10; ++i) cache.Insert(key(7, facts), Plan{.variant = 3});
+  EXPECT_EQ(cache.Count(1), 1U);
+  for (const std::uint64_t problem : {8, 9, 10}) cache.Insert(key(problem, facts), Plan{.variant = problem});
+  EXPECT_EQ(cache.Count(1), 4U);
+  for (const std::uint64_t problem : {8, 9, 10}) EXPECT_EQ(cache.Find(key(problem, facts))->variant, problem);
+  EXPECT_EQ(cache.Find(key(7, facts))->variant, 3U);
+}
+
+// Each field alone, in its highest bits, too.
+TEST(PlanCache, KeysOfOtherFactsAreOthers) {
+  const DeviceFacts base = Device("l20");
+  std::vector<DeviceFacts> facts(9, base);
+  facts[0].backend = kernels::Backend::kVendor;
+  facts[1].archs.Add(Arch::kSm90a);
+  facts[2].processors |= 1 << 30;
+  facts[3].workspace_bytes_max |= std::int64_t{1} << 62;
+  facts[4].l2_bytes |= std::int64_t{1} << 62;
+  facts[5].shared_bytes_per_block |= std::int64_t{1} << 62;
+  facts[6].shared_bytes_per_processor |= std::int64_t{1} << 62;
+  facts[7].threads_per_processor |= 1 << 30;
+  for (std::size_t i = 0; i < facts.size(); ++i) {
+    for (std::size_t j = 0; j < i; ++j) EXPECT_NE(FactsKey(facts[i]), FactsKey(facts[j])) << i << " and " << j;
+  }
 }
 
 TEST(Planner, TheCacheIsBounded) {

@@ -79,8 +79,9 @@ TEST(Rows, SaysLineColumnAndField) {
       {"gemm.sm90a.bf16_bf16.bf16.fast.NT -> x raster=0", "column 47, raster: expected a number from 1"},
       {"gemm.sm90a.bf16_bf16.bf16.fast.NT -> x split=1 split=2", "column 48, split: stands twice"},
       {"gemm.sm90a.bf16_bf16.bf16.fast.NT -> x warps=2", "column 40, knob: expected one of raster, split"},
-      {"gemm.sm91.bf16_bf16.bf16.fast.NT -> x", "line 1, column 1, class: no class is named"},
-      {"conv.sm90a.bf16 -> x", "column 1, class: of no family"},
+      {"gemm.sm91.bf16_bf16.bf16.fast.NT -> x",
+       "class: no class is named 'gemm.sm91.bf16_bf16.bf16.fast.NT'; `tessera plan vocabulary"},
+      {"conv.sm90a.bf16 -> x", "column 1, class: of no family that is planned; a row begins with a class"},
       {"\n\n  -> x", "line 3, column 3, class: expected a class"},
       {"\x01\xff", "class: expected a class and found '\\x01\\xff'"},
       {"0 16 0 0 w16a16 0 small 4", "line 1, column 1, line: 8 fields"},
@@ -105,6 +106,24 @@ TEST(Rows, LimitsHold) {
   ASSERT_TRUE(rows.ok()) << rows.status();
   EXPECT_EQ(rows->size(), kRowLimits.rows);
   EXPECT_THAT(ErrorOf(most + row), HasSubstr("RESOURCE_EXHAUSTED: line 4097: more than 4096 rows"));
+}
+
+// What is in force can be exported, so it must be possible to import it, whatever the texts were that it came from.
+TEST(Rows, TheLongestRowsOfATierAreAText) {
+  Row longest;
+  longest.class_name = "gemm.vendor.bf16_bf16.bf16.exact.NT";
+  longest.class_key = *GemmFamily::Schema().ClassKey(longest.class_name);
+  longest.recipe = std::string(96, 'r');
+  constexpr std::int64_t kMost = std::int64_t{1} << 60;
+  for (std::size_t axis = 0; axis < 3; ++axis) longest.bands[axis] = {.min = kMost - 1, .max = kMost};
+  longest.waves = longest.blocks = 1 << 20;
+  longest.knobs[0] = longest.knobs[1] = 1 << 20;
+  const std::vector<Row> rows(kRowLimits.rows, longest);
+  const std::string text = ToText(rows, Schemas());
+  EXPECT_GT(text.size(), std::size_t{1} << 20);
+  const auto again = Parse(text);
+  ASSERT_TRUE(again.ok()) << again.status();
+  EXPECT_TRUE(*again == rows);
 }
 
 // A line for int8 or fp8 is of as many rows as the portable tree has classes for it, which may be none.
