@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "common/text.h"
 
 namespace tessera::planner {
@@ -102,7 +103,7 @@ TEST(TunedRowsTest, RefusesWithTheLine) {
       {changed("c ", "\xc3\xa4 "), "printable"},
       {std::string(5000, 'x') + "\n", "too long"}};
   for (const auto& [line, reason] : cases) {
-    const auto file = ParseTunedRows(head + row + line + "#! end\n");
+    const auto file = ParseTunedRows(absl::StrCat(head, row, line, "#! end\n"));
     ASSERT_FALSE(file.ok()) << line;
     EXPECT_THAT(MessageOf(file.status()), ::testing::AllOf(HasSubstr("line 8"), HasSubstr(reason))) << line;
   }
@@ -116,7 +117,7 @@ TEST(TunedRowsTest, RefusesMoreRowsThanItTakes) {
 }
 
 TEST(TunedRowsTest, RowsThatCannotBeWrittenAreRefused) {
-  const auto refused = [](TunedRow row) { return absl::IsInvalidArgument(CheckTunedRow(row)); };
+  const auto refused = [](const TunedRow& row) { return absl::IsInvalidArgument(CheckTunedRow(row)); };
   for (const char* text : {"", "c", "-> r", "c  -> r", " c -> r", "c -> r # x", "c\n -> r", "c -> r\xff"}) {
     EXPECT_TRUE(refused(RowOf(text))) << text;
   }
