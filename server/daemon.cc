@@ -8,7 +8,9 @@
 
 #include <atomic>
 #include <boost/asio/io_context.hpp>
+#include <boost/asio/post.hpp>
 #include <boost/asio/steady_timer.hpp>
+#include <boost/asio/thread_pool.hpp>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -43,6 +45,7 @@
 #include "server/telemetry/http_server.h"
 #include "server/telemetry/metrics.h"
 #include "server/telemetry/nvml.h"
+#include "server/tuning_setup.h"
 
 namespace tessera::server {
 namespace {
@@ -154,16 +157,18 @@ std::uint32_t NewEpoch() {
 // Members in order of construction; destruction in reverse stops the doors first, then what is behind them.
 class Daemon::Parts {
  public:
-  Parts(const LoadedSettings& loaded, std::uint32_t epoch, planner::PlannerOptions planner, OpenedDevices opened,
+  Parts(const LoadedSettings& loaded, std::uint32_t epoch, planner::PlannerOptions planner,
+        std::unique_ptr<RowsKeeper> rows_keeper, OpenedDevices opened, std::unique_ptr<Nvml> nvml,
         std::shared_ptr<LossReport> loss, std::uint32_t restarts)
       : settings_(loaded.values),
         setting_report_(loaded.report),
-        nvml_(OpenNvml(opened.gpu_memory.get())),
+        nvml_(std::move(nvml)),
         metrics_(MetricsOptionsOf(nvml_.get())),
         peers_(ConnectionLimitsOf(settings_), metrics_),
         isolation_(opened.isolation),
         gpu_memory_(std::move(opened.gpu_memory)),
         reaper_(std::chrono::seconds(settings_.cleanup_patience_s), metrics_),
+        rows_keeper_(std::move(rows_keeper)),
         planner_(std::move(planner)),
         executor_(std::move(opened.devices), PreferredBackend(settings_),
                   {.queue_max = settings_.queue_max,
@@ -179,7 +184,7 @@ class Daemon::Parts {
         scope_{.settings = settings_, .metrics = metrics_, .peers = peers_, .sessions = sessions_},
         compute_(scope_, executor_),
         memory_(scope_, executor_),
-        planner_service_(scope_, executor_, planner_, watch_pump_, {.error = "this daemon keeps no rows"}),
+        planner_service_(scope_, executor_, planner_, watch_pump_, KeptRowsFile()),
         restarts_(restarts),
         loss_(std::move(loss)) {
     metrics_.SetIsolationMode(isolation_);
@@ -249,6 +254,18 @@ class Daemon::Parts {
   std::string tcp_address() const { return tcp_listener_.has_value() ? tcp_listener_->address() : ""; }
 
  private:
+  RowsFile KeptRowsFile() {
+    RowsFile file{.name = rows_keeper_->file_names(), .error = [this] { return rows_keeper_->last_error(); }};
+    if (!rows_keeper_->keeps_rows()) return file;
+    file.persist = [this](bool clear, std::function<void(const KeptRows&)> done) {
+      asio::post(rows_thread_, [this, clear, done = std::move(done)] {
+        // Saves are one after the other, so that what is kept last is the newest.
+        done(rows_keeper_->Keep(*planner_.config(), clear));
+      });
+    };
+    return file;
+  }
+
   std::vector<DeviceMemory*> GpuMemories() const {
     if (gpu_memory_ == nullptr) return {};
     return {gpu_memory_.get()};
@@ -319,7 +336,7 @@ class Daemon::Parts {
     metrics_.SetSyncs(counts.streams, counts.timelines);
     const Reaper::Counts cleanups = reaper_.counts();
     metrics_.SetCleanups(cleanups.waiting, cleanups.stuck);
-    metrics_.SetPlanner(ReadingOf(planner_.State()));
+    metrics_.SetPlanner(ReadingOf(planner_.State(), rows_keeper_->counters()));
     ReadGpu();
   }
 
@@ -413,7 +430,9 @@ class Daemon::Parts {
   const IsolationMode isolation_;
   const std::unique_ptr<DeviceMemory> gpu_memory_;  // outlives the buffers on it, and the work that uses them
   Reaper reaper_;                                   // likewise
+  const std::unique_ptr<RowsKeeper> rows_keeper_;
   planner::Planner planner_;
+  asio::thread_pool rows_thread_{1};  // saves rows; idle once no call is open
   Executor executor_;
   SessionTable sessions_;
   RpcScope scope_;
@@ -449,7 +468,13 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const LoadedSettings& sett
                                 .isolation = settings.values.isolation,
                                 .workspace_bytes_max = settings.values.workspace_bytes_max,
                                 .lost = [loss](const absl::Status& status) { loss->Tell(status); }}));
-  auto parts = std::make_unique<Parts>(settings, epoch, std::move(planner), std::move(opened), loss, restarts);
+  std::unique_ptr<Nvml> nvml = OpenNvml(opened.gpu_memory.get());
+  // More exact than what CUDA tells.
+  if (nvml != nullptr) opened.signatures.front().driver = nvml->driver_version();
+  auto keeper = std::make_unique<RowsKeeper>(RowsDirectoryOf(settings.values), opened.signatures);
+  planner.start.tier_ptr(planner::Tier::kInjected) = keeper->Load();
+  auto parts = std::make_unique<Parts>(settings, epoch, std::move(planner), std::move(keeper), std::move(opened),
+                                       std::move(nvml), loss, restarts);
   RETURN_IF_ERROR(parts->Start());
   return std::unique_ptr<Daemon>(new Daemon(std::move(parts)));
 }

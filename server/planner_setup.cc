@@ -79,7 +79,7 @@ absl::StatusOr<planner::PlannerOptions> PlannerOptionsOf(const LoadedSettings& s
   return options;
 }
 
-PlannerReading ReadingOf(const planner::PlannerState& state) {
+PlannerReading ReadingOf(const planner::PlannerState& state, const planner::TuningCounters& store) {
   PlannerReading reading{.revision = state.config->revision,
                          .changes = state.changes,
                          .audit_errors = state.audit.write_failures,
@@ -88,7 +88,8 @@ PlannerReading ReadingOf(const planner::PlannerState& state) {
                          .cached_plans = state.cached_plans,
                          .passed_over = state.passed_over,
                          .watchers = state.watchers,
-                         .watch_lost = state.watch_entries_lost};
+                         .watch_lost = state.watch_entries_lost,
+                         .store = store};
   for (std::size_t tier = 0; tier < planner::kTiers; ++tier) {
     reading.rows[tier] = state.config->rows[tier]->rows().size();
   }

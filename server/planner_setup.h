@@ -5,6 +5,7 @@
 
 #include "absl/status/statusor.h"
 #include "planner/planner.h"
+#include "planner/tuning_counters.h"
 #include "server/config/settings.h"
 #include "server/telemetry/metrics.h"
 
@@ -14,6 +15,6 @@ namespace tessera::server {
 // process.
 absl::StatusOr<planner::PlannerOptions> PlannerOptionsOf(const LoadedSettings& settings, std::string epoch);
 
-PlannerReading ReadingOf(const planner::PlannerState& state);
+PlannerReading ReadingOf(const planner::PlannerState& state, const planner::TuningCounters& store);
 
 }  // namespace tessera::server

@@ -3,7 +3,10 @@
 #include <spdlog/spdlog.h>
 
 #include <cstdlib>
+#include <fstream>
+#include <string>
 
+#include "absl/strings/str_cat.h"
 #include "common/status_macros.h"
 #include "common/text.h"
 #include "server/exec/cpu_device.h"
@@ -16,9 +19,34 @@
 namespace tessera::server {
 namespace {
 
+// As /proc/cpuinfo has it; "CPU" where that names none.
+std::string CpuModel() {
+  constexpr std::size_t kLinesMax = 1000;
+  std::ifstream info("/proc/cpuinfo");
+  std::string line;
+  for (std::size_t i = 0; i < kLinesMax && std::getline(info, line); ++i) {
+    if (!line.starts_with("model name")) continue;
+    const std::size_t colon = line.find(": ");
+    if (colon != std::string::npos) return line.substr(colon + 2);
+  }
+  return "CPU";
+}
+
+planner::DeviceSignature CpuSignature(int threads) {
+  return {.device = CpuModel(), .capability = "-", .processors = std::to_string(threads), .driver = "-", .cuda = "-"};
+}
+
 #ifdef TESSERA_HAVE_CUDA
 // Where MPS runs, a process becomes its client by its first CUDA call, unless it is told of a place where none runs.
 constexpr char kNoMps[] = "/nonexistent/tessera-strict-isolation";
+
+planner::DeviceSignature SignatureOf(const CudaFacts& facts) {
+  return {.device = facts.name,
+          .capability = absl::StrCat(facts.compute_capability / 10, ".", facts.compute_capability % 10),
+          .processors = absl::StrCat(facts.multiprocessors),
+          .driver = CudaVersionText(facts.driver_version),
+          .cuda = CudaVersionText(facts.runtime_version)};
+}
 
 absl::Status CheckIsolation(const std::string& wanted, bool mps) {
   if (wanted == "shared" && !mps) {
@@ -46,6 +74,7 @@ absl::Status OpenGpu(const DeviceOptions& options, OpenedDevices& opened) {
   opened.gpu_memory_bytes = facts.memory_bytes;
   opened.unavailable.erase(kernels::Backend::kCuda);
   if (gpu->facts().size() > 1) opened.unavailable.erase(kernels::Backend::kVendor);
+  opened.signatures.push_back(SignatureOf(facts));
   opened.devices.push_back(std::move(gpu));
   return absl::OkStatus();
 }
@@ -76,6 +105,7 @@ absl::StatusOr<OpenedDevices> OpenDevices(const DeviceOptions& options) {
   }
   opened.devices.push_back(
       MakeCpuDevice({.threads = options.cpu_threads, .workspace_bytes_max = options.workspace_bytes_max}));
+  opened.signatures.push_back(CpuSignature(opened.devices.back()->facts().front().processors));
   return opened;
 }
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "planner/device_signature.h"
 #include "server/exec/device.h"
 #include "server/session/device_memory.h"
 #include "server/telemetry/metrics.h"
@@ -25,6 +26,7 @@ struct DeviceOptions {
 
 struct OpenedDevices {
   std::vector<std::unique_ptr<Device>> devices;         // in the order in which calls that name no backend try them
+  std::vector<planner::DeviceSignature> signatures;     // of each of them: what measurements on it depend on
   std::map<kernels::Backend, std::string> unavailable;  // backends that are not there, and why
   std::unique_ptr<DeviceMemory> gpu_memory;             // of the GPU that is served; null without one
   std::uint64_t gpu_memory_bytes = 0;                   // that it has

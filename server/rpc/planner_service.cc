@@ -104,18 +104,19 @@ absl::Status PlannerService::Apply(const Peer& peer, const v1::ChangeOptions& op
   return absl::OkStatus();
 }
 
-void PlannerService::Persist(v1::ChangeReply& reply) {
+void PlannerService::Persist(bool clear, v1::ChangeReply& reply, const GoneToken& gone) {
   if (!file_.persist) {
-    reply.set_persist_error(file_.error.empty() ? "this daemon keeps no rows" : file_.error);
+    reply.set_persist_error(RowsFileError());
     return;
   }
-  const std::lock_guard<std::mutex> lock(persist_mutex_);
-  const absl::StatusOr<std::size_t> rows = file_.persist(planner_.ExportRows(planner::Tier::kInjected).text);
-  if (rows.ok()) {
-    reply.set_rows_persisted(static_cast<std::uint32_t>(*rows));
-  } else {
-    reply.set_persist_error(MessageOf(rows.status()));
-  }
+  file_.persist(clear, [&reply, gone](const KeptRows& kept) {
+    reply.set_rows_persisted(static_cast<std::uint32_t>(kept.rows));
+    if (!kept.status.ok()) reply.set_persist_error(MessageOf(kept.status));
+  });
+}
+
+std::string PlannerService::RowsFileError() const {
+  return file_.error ? file_.error() : "this daemon keeps no rows";
 }
 
 grpc::ServerUnaryReactor* PlannerService::State(grpc::CallbackServerContext* context,
@@ -124,7 +125,7 @@ grpc::ServerUnaryReactor* PlannerService::State(grpc::CallbackServerContext* con
   return Answer(context, scope_, RpcMethod::kPlannerState, [&](const Peer& /*peer*/) {
     Encode(planner_.State(), *reply);
     reply->set_rows_file(file_.name);
-    reply->set_rows_file_error(file_.error);
+    reply->set_rows_file_error(RowsFileError());
     return absl::OkStatus();
   });
 }
@@ -257,15 +258,16 @@ grpc::ServerUnaryReactor* PlannerService::ExportRows(grpc::CallbackServerContext
 
 grpc::ServerUnaryReactor* PlannerService::ImportRows(grpc::CallbackServerContext* context,
                                                      const v1::ImportRowsRequest* request, v1::ChangeReply* reply) {
-  return Answer(context, scope_, RpcMethod::kPlannerImportRows, [&](const Peer& peer) -> absl::Status {
+  const auto handle = [&](const Peer& peer, const GoneToken& gone) -> absl::Status {
     ASSIGN_OR_RETURN(const planner::InjectMode mode, DecodeMode(request->mode(), request->text()));
     const auto change = [&](const planner::ChangeOptions& options) {
       return planner_.ImportRows(request->text(), mode, options);
     };
     RETURN_IF_ERROR(Apply(peer, request->options(), change, *reply));
-    if (request->persist() && !reply->dry_run()) Persist(*reply);
+    if (request->persist() && !reply->dry_run()) Persist(mode == planner::InjectMode::kClear, *reply, gone);
     return absl::OkStatus();
-  });
+  };
+  return AnswerWhenGone(context, scope_, RpcMethod::kPlannerImportRows, handle);
 }
 
 grpc::ServerUnaryReactor* PlannerService::ListChanges(grpc::CallbackServerContext* context,

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "planner/planner.h"
 #include "server/exec/executor.h"
@@ -15,12 +16,18 @@
 
 namespace tessera::server {
 
-// Where injected rows are kept over restarts; empty functions: nowhere.
+struct KeptRows {
+  std::size_t rows = 0;  // that are kept now
+  absl::Status status;   // why some are not
+};
+
+// Where injected rows are kept over restarts; without functions nowhere.
 struct RowsFile {
-  std::string name;   // for operators; empty: there is none
-  std::string error;  // why there is none
-  // Makes these rows those of the file, and answers how many it has then. Called by one thread at a time.
-  std::function<absl::StatusOr<std::size_t>(const std::string& text)> persist;
+  std::string name;                    // for operators; empty: there is none
+  std::function<std::string()> error;  // what went wrong last; empty if nothing did. Thread-safe
+  // Keeps the injected rows that are in force at some moment after the call; `clear`: and no others, whoever has kept
+  // them. Returns at once and calls `done` later, on a thread that may wait for disks. Thread-safe.
+  std::function<void(bool clear, std::function<void(const KeptRows&)> done)> persist;
 };
 
 class PlannerService final : public v1::Planner::CallbackService {
@@ -65,14 +72,16 @@ class PlannerService final : public v1::Planner::CallbackService {
   // Decodes the options that every change takes, makes the change, fills the reply.
   absl::Status Apply(const Peer& peer, const v1::ChangeOptions& options, const Change& change, v1::ChangeReply& reply);
   absl::StatusOr<planner::Question> QuestionOf(const v1::Problem& problem, std::string_view field) const;
-  void Persist(v1::ChangeReply& reply);
+  // `reply` is complete once `gone` is.
+  void Persist(bool clear, v1::ChangeReply& reply, const GoneToken& gone);
+
+  std::string RowsFileError() const;
 
   RpcScope& scope_;
   const Executor& executor_;
   planner::Planner& planner_;
   WatchPump& pump_;
   const RowsFile file_;
-  std::mutex persist_mutex_;  // held while the file is written, so that it is of the newest configuration
 };
 
 }  // namespace tessera::server

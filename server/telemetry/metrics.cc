@@ -480,6 +480,18 @@ void Metrics::SetPlanner(const PlannerReading& reading) {
   for (std::size_t i = 0; i < reading.passed_over.size(); ++i) {
     raise(table_->planner_rows_passed_over(static_cast<planner::Reason>(i)), reading.passed_over[i]);
   }
+  raise(table_->planner_store_loads(), reading.store.loads);
+  raise(table_->planner_store_rows(StoredRows::kLoaded), reading.store.rows_loaded);
+  raise(table_->planner_store_rows(StoredRows::kStale), reading.store.rows_stale);
+  raise(table_->planner_store_rows(StoredRows::kRefused), reading.store.rows_refused);
+  raise(table_->planner_store_rows(StoredRows::kEvicted), reading.store.rows_evicted);
+  raise(table_->planner_store_saves(), reading.store.saves);
+  for (std::size_t i = 0; i < reading.store.set_aside.size(); ++i) {
+    raise(table_->planner_store_set_aside(static_cast<planner::SetAside>(i)), reading.store.set_aside[i]);
+  }
+  for (std::size_t i = 0; i < reading.store.save_failures.size(); ++i) {
+    raise(table_->planner_store_save_failures(static_cast<planner::SaveFailure>(i)), reading.store.save_failures[i]);
+  }
 }
 
 std::string Metrics::Serialize() const {

@@ -15,6 +15,7 @@
 #include "planner/config.h"
 #include "planner/plan.h"
 #include "planner/reason.h"
+#include "planner/tuning_counters.h"
 #include "server/telemetry/nvml.h"
 
 namespace tessera::server {
@@ -67,6 +68,7 @@ struct PlannerReading {
   std::array<std::uint64_t, planner::kCountedReasons> passed_over = {};  // by Reason
   std::uint64_t watchers = 0;
   std::uint64_t watch_lost = 0;
+  planner::TuningCounters store;  // of all its files of rows
 };
 
 // Every series exists, at zero, from construction on, and none is added later. Thread-safe; verbs neither lock nor

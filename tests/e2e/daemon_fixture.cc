@@ -89,6 +89,7 @@ void DaemonFixture::StartDaemon(const SettingTexts& settings) {
   StopDaemon();
   server::SettingSources sources{.flags = {{"socket", socket()}, {"http_address", "127.0.0.1:0"}}};
   sources.flags.emplace_back("cuda_device", "off");  // the same tests on every machine
+  sources.flags.emplace_back("cache_dir", "off");    // what one test keeps is no other's
   sources.flags.insert(sources.flags.end(), settings.begin(), settings.end());
   const auto loaded = server::LoadSettings(sources);
   ASSERT_TRUE(loaded.ok()) << loaded.status();

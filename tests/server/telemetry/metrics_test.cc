@@ -272,7 +272,15 @@ TEST(MetricsTest, CountersFollowThePlannersReadingsAndNeverFall) {
                                   .rows = {5, 0, 2},
                                   .passed_over = {0, 8},
                                   .watchers = 1,
-                                  .watch_lost = 9};
+                                  .watch_lost = 9,
+                                  .store = {.loads = 2,
+                                            .rows_loaded = 11,
+                                            .rows_stale = 12,
+                                            .rows_refused = 13,
+                                            .rows_evicted = 14,
+                                            .saves = 15,
+                                            .set_aside = {0, 16},
+                                            .save_failures = {0, 0, 17}}};
   const auto changes = ChangesOf([&](Metrics& metrics) {
     metrics.SetPlanner(reading);
     metrics.SetPlanner(reading);  // not twice as much
@@ -290,7 +298,15 @@ TEST(MetricsTest, CountersFollowThePlannersReadingsAndNeverFall) {
                   testing::Pair(R"(tessera_planner_rows{tier="override"})", 5),
                   testing::Pair(R"(tessera_planner_rows{tier="builtin"})", 2),
                   testing::Pair(R"(tessera_planner_rows_passed_over_total{reason="not_on_device"})", 8),
-                  testing::Pair("tessera_planner_watchers", 1), testing::Pair("tessera_planner_watch_lost_total", 9)));
+                  testing::Pair("tessera_planner_watchers", 1), testing::Pair("tessera_planner_watch_lost_total", 9),
+                  testing::Pair("tessera_planner_store_loads_total", 2),
+                  testing::Pair(R"(tessera_planner_store_rows_total{use="loaded"})", 11),
+                  testing::Pair(R"(tessera_planner_store_rows_total{use="stale"})", 12),
+                  testing::Pair(R"(tessera_planner_store_rows_total{use="refused"})", 13),
+                  testing::Pair(R"(tessera_planner_store_rows_total{use="evicted"})", 14),
+                  testing::Pair("tessera_planner_store_saves_total", 15),
+                  testing::Pair(R"(tessera_planner_store_set_aside_total{reason="foreign"})", 16),
+                  testing::Pair(R"(tessera_planner_store_save_failures_total{reason="no_space"})", 17)));
 }
 
 TEST(MetricsTest, StateGauges) {
