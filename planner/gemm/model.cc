@@ -1,6 +1,7 @@
 #include "planner/gemm/model.h"
 
 #include <algorithm>
+#include <string_view>
 #include <tuple>
 #include <utility>
 
@@ -28,8 +29,8 @@ bool IsPortable(const GemmVariant& variant) {
   return variant.info.arch == Arch::kSm80 || variant.info.arch == Arch::kSm89;
 }
 
-ModelAnswer Abstains(std::string why) {
-  return {.plan = std::nullopt, .detail = absl::StrCat("the model abstains: ", why)};
+ModelAnswer Abstains(std::string_view why) {
+  return {.plan = std::nullopt, .detail = absl::StrCat("the model abstains: ", Av(why))};
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "client/planner.h"
@@ -41,7 +42,7 @@ class PlannerWatchTest : public DaemonFixture {
 class Watcher {
  public:
   Watcher(const client::Client& client, v1::WatchDecisionsRequest request)
-      : thread_([this, planner = client::Planner(client), request] {
+      : thread_([this, planner = client::Planner(client), request = std::move(request)] {
           status_ = planner.WatchDecisions(request, [this](const v1::WatchDecisionsReply& reply) {
             const std::lock_guard<std::mutex> lock(mutex_);
             begun_ = true;
