@@ -6,7 +6,6 @@
 
 #include <cstdint>
 
-#include "kernels/device/fetch.cuh"
 #include "kernels/device/ldmatrix.cuh"
 #include "kernels/device/mbarrier.cuh"
 #include "kernels/device/tma.cuh"
@@ -96,9 +95,7 @@ struct Factors {
   explicit __device__ __forceinline__ Factors(const GemmParams& params)
       : a(params.a_scale), b(params.b_scale), bias(params.bias.data != nullptr) {}
 
-  // Whether scales depend on where an element is.
-  __device__ __forceinline__ bool ScalesVary() const { return a.varies || b.varies; }
-  // Whether any factor does.
+  // Whether they depend on where an element is.
   __device__ __forceinline__ bool Vary() const { return a.varies || b.varies || bias; }
 };
 
@@ -106,30 +103,6 @@ template <int kCount>
 __device__ __forceinline__ void Scale(float factor, float (&acc)[kCount]) {
 #pragma unroll
   for (float& value : acc) value = __fmul_rn(value, factor);
-}
-
-// Asks for the scales of a tile that vary in it, without waiting for them or keeping them: FinishFragment finds them in
-// the cache next to it, where memory would take as long as hundreds of products. All 32 threads.
-template <int kColumns>
-__device__ __forceinline__ void FetchScales(const GemmParams& params, const Factors& factors,
-                                            const FragmentPlace& place) {
-  using Fragment = device::WgmmaFragment;
-  if (factors.a.varies) {
-#pragma unroll
-    for (int r = 0; r < Fragment::kRowPairs; ++r) {
-      const int step = r * Fragment::kRowStep;
-      if (step < place.rows) device::Fetch(params.a_scale.vector + (place.row + step) * params.a_scale.stride);
-    }
-  }
-  if (factors.b.varies) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int ahead = lane - Fragment::FirstColumn(lane);
-#pragma unroll
-    for (int j = 0; j < kColumns / 32; ++j) {
-      const int step = ahead + 32 * j;
-      if (step < place.columns) device::Fetch(params.b_scale.vector + (place.column + step) * params.b_scale.stride);
-    }
-  }
 }
 
 // cuda::Finish over a fragment, in place, pass by pass. What every request pays for is the test that there is nothing

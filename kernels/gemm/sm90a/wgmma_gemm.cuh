@@ -235,14 +235,7 @@ __device__ __forceinline__ void Consume(const GemmParams& params, const TileGrid
       }
     };
     typename Config::Accumulator acc[Config::kAccumulators];
-    const auto beside = [&](std::uint32_t k) {
-      store_waiting(k);
-      if constexpr (Config::kInTwoLevels) return;  // no registers for it
-      if (k + 1 == grid.k_tiles && factors.ScalesVary()) {
-        FetchScales<Tile::kN>(params, factors, OutputPlace<Config>(params, TileAt(grid, tile), cluster, rows));
-      }
-    };
-    Multiply<Config, A, B>(ring, at, rows * device::kSwizzleRowBytes, grid.k_tiles, release, beside, acc);
+    Multiply<Config, A, B>(ring, at, rows * device::kSwizzleRowBytes, grid.k_tiles, release, store_waiting, acc);
     // What a short K has left of it.
     for (std::uint32_t k = grid.k_tiles; k <= Staged::kBlocks; ++k) store_waiting(k);
     float value[Config::kAccumulators];
