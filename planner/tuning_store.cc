@@ -129,7 +129,7 @@ absl::StatusOr<StateDirectory> TuningStore::OpenToSave() const {
 
 absl::StatusOr<std::size_t> TuningStore::Write(const Merge& merge) {
   if (!usable_.ok()) return CountFailure(SaveFailure::kNoDirectory, usable_);
-  const absl::StatusOr<std::size_t> rows = WriteUncounted(merge);
+  absl::StatusOr<std::size_t> rows = WriteUncounted(merge);
   if (!rows.ok()) return CountFailure(FailureOf(rows.status().code()), rows.status());
   Count([](TuningCounters& counters) { ++counters.saves; });
   warned_.clear();

@@ -183,7 +183,7 @@ absl::StatusOr<std::size_t> RowsKeeper::KeepIn(Store& store, std::span<const pla
     // By hand, a row may stand in the file in another form than the planner's.
     if (const auto found = now.find(text); found == now.end() || found->second != row) forgotten.push_back(row);
   }
-  const absl::StatusOr<std::size_t> saved = store.file->Save(wanted, forgotten);
+  absl::StatusOr<std::size_t> saved = store.file->Save(wanted, forgotten);
   if (saved.ok()) store.kept = std::move(now);
   return saved;
 }

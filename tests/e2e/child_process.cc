@@ -22,6 +22,8 @@ ChildProcess::ChildProcess(const std::vector<std::string>& argv) {
   for (char** variable = environ; *variable != nullptr; ++variable) {
     if (!std::string_view(*variable).starts_with("TESSERA_")) environment.push_back(*variable);
   }
+  std::string no_cache = "TESSERA_CACHE_DIR=off";  // what one test keeps is no other's
+  environment.push_back(no_cache.data());
   environment.push_back(nullptr);
 
   const std::string out = directory_.File("out");

@@ -15,7 +15,7 @@ namespace tessera::e2e {
 class ChildProcess {
  public:
   // Starts `argv[0]`, a path. The child sees this process's environment without variables named TESSERA_*, so that the
-  // caller's settings do not leak into the test.
+  // caller's settings do not leak into the test, and has no cache directory.
   explicit ChildProcess(const std::vector<std::string>& argv);
   ~ChildProcess();  // SIGKILL if it still runs
   ChildProcess(const ChildProcess&) = delete;

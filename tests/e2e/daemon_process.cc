@@ -22,8 +22,8 @@ DaemonProcess::DaemonProcess(std::string program, std::vector<std::string> flags
 }
 
 void DaemonProcess::StartAgain() {
-  std::vector<std::string> argv = {program_, "--socket",    socket(), "--http-address", "127.0.0.1:0", "--cuda-device",
-                                   "off",    "--cache-dir", "off"};
+  std::vector<std::string> argv = {program_,      "--socket",      socket(), "--http-address",
+                                   "127.0.0.1:0", "--cuda-device", "off"};
   argv.insert(argv.end(), flags_.begin(), flags_.end());
   child_.emplace(argv);
   EXPECT_TRUE(Eventually(30s, [this] {

@@ -167,6 +167,11 @@ TEST_F(PlannerCliTest, ExportAndImport) {
   EXPECT_THAT(Plan({"export", "--to", "/no/such/dir/x"}, 1).err, HasSubstr("cannot write"));
   const Finished persist = Plan({"import", path, "--persist"}, 1);
   EXPECT_THAT(persist.out, HasSubstr("not persisted")) << "there is no cache directory";
+  for (int i = 0; i < 2; ++i) {
+    StartDaemon({{"cache_dir", directory().File("cache")}});
+    EXPECT_EQ(Json({"state"})["rows"].value("injected", -1), i) << "none at first, then what was kept";
+    EXPECT_THAT(Plan({"import", path, "--replace", "--persist"}).out, HasSubstr("1 row in the file"));
+  }
 }
 
 TEST_F(PlannerCliTest, Watch) {

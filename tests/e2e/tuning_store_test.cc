@@ -4,14 +4,16 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include <cstring>
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
+#include <future>
 #include <sstream>
 #include <string>
 #include <vector>
 
 #include "client/planner.h"
+#include "common/state_directory.h"
 #include "common/text.h"
 #include "tests/e2e/child_process.h"
 #include "tests/e2e/daemon_fixture.h"
@@ -61,7 +63,7 @@ class Node {
   Node(const fs::path& directory, const std::string& name, const std::vector<std::string>& flags,
        const std::vector<std::string>& environment = {})
       : socket_((directory / (name + ".sock")).string()) {
-    std::vector<std::string> argv = {"/usr/bin/env"};
+    std::vector<std::string> argv = {"/usr/bin/env", "-u", "TESSERA_CACHE_DIR"};
     argv.insert(argv.end(), environment.begin(), environment.end());
     argv.insert(argv.end(), {TESSERAD, "--socket", socket_, "--http-address", "127.0.0.1:0", "--cuda-device", "off"});
     argv.insert(argv.end(), flags.begin(), flags.end());
@@ -227,6 +229,31 @@ TEST_F(KeptRowsTest, TwoDaemonsShareADirectory) {
   }
   Node node = Start();
   EXPECT_THAT(node.InjectedRows(), AllOf(HasSubstr(RowFor(10)), HasSubstr(RowFor(20)), HasSubstr(RowFor(30))));
+}
+
+// Somebody who has the lock and never lets go costs saves, and nobody else's calls.
+TEST_F(KeptRowsTest, ASaveThatWaitsHoldsNobodyUp) {
+  Node node = Start();
+  ASSERT_EQ(node.Import(RowFor(10)).rows_persisted(), 1U);
+  const StateDirectory directory = StateDirectory::Open(cache().string(), /*create=*/false).value();
+  std::vector<std::future<v1::ChangeReply>> saves;
+  {
+    const auto lock = directory.Lock(RowsFile().filename().string() + ".lock", 1s);
+    ASSERT_TRUE(lock.ok()) << lock.status();
+    for (int i = 0; i < 3; ++i) {
+      saves.push_back(std::async(std::launch::async, [&node, i] { return node.Import(RowFor(20 + i)); }));
+    }
+    ASSERT_TRUE(Eventually(5s, [&] { return node.State().changes() >= 4; }));
+    EXPECT_EQ(node.Probe(), "degraded blocked_96x96x256");
+    node.Compute();
+    EXPECT_TRUE(std::any_of(saves.begin(), saves.end(), [](auto& save) {
+      return save.wait_for(0s) == std::future_status::timeout;
+    })) << "saves are one after the other, and the third gives up after six seconds";
+    for (auto& save : saves) EXPECT_THAT(save.get().persist_error(), HasSubstr("has held"));
+  }
+  EXPECT_EQ(MetricSum(node.Metrics(), "tessera_planner_store_save_failures_total", {"reason=\"locked\""}), 3);
+  EXPECT_EQ(node.Warnings(), 1U) << node.Log();
+  EXPECT_EQ(node.Import(RowFor(30)).rows_persisted(), 5U) << "what could not be kept is kept with the next";
 }
 
 TEST_F(KeptRowsTest, RowsOfOtherKernelsAreNotKept) {

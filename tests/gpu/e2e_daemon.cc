@@ -154,6 +154,8 @@ absl::StatusOr<std::unique_ptr<TestDaemon>> TestDaemon::Start(const ScratchDirec
   std::string socket = scratch.File(spec.name + ".sock");
   std::vector<std::string> command = {
       spec.dist + "/bin/tesserad", "--socket", socket, "--http-address", "127.0.0.1:0", "--cuda-device", "0"};
+  // What others have kept here is not what is measured.
+  command.insert(command.end(), {"--cache-dir", "off"});
   command.insert(command.end(), spec.arguments.begin(), spec.arguments.end());
   ASSIGN_OR_RETURN(Process process, Process::Start({.command = std::move(command),
                                                     .environment = spec.environment,
