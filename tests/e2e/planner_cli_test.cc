@@ -34,7 +34,7 @@ class PlannerCliTest : public DaemonFixture {
     return command;
   }
   Finished Plan(const std::vector<std::string>& arguments, int code = 0) const {
-    const Finished run = RunProgram(Command(arguments));
+    Finished run = RunProgram(Command(arguments));
     EXPECT_EQ(run.code, code) << ::testing::PrintToString(arguments) << "\n" << run.out << run.err;
     return run;
   }
@@ -46,7 +46,7 @@ class PlannerCliTest : public DaemonFixture {
     return document;
   }
   std::string Write(const std::string& text) const {
-    const std::string path = directory().File("rows.txt");
+    std::string path = directory().File("rows.txt");
     std::ofstream(path) << text;
     return path;
   }
