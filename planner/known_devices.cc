@@ -16,8 +16,7 @@ constexpr std::int64_t kWorkspace = 256 * kMiB;  // the default of gpu_workspace
 // capability" (8.0, 8.9, 9.0, 12.0); a block can have what a processor has, less 1 KiB. Processors and L2:
 //   A100      "NVIDIA A100 Tensor Core GPU Architecture" (108 SMs, 40 MB)
 //   L20       the AD102 of "NVIDIA Ada GPU Architecture" with 92 of its SMs and all of its 96 MB
-//   H200      as the H100 SXM5 of "NVIDIA H100 Tensor Core GPU Architecture" (132 SMs, 50 MB): its own data sheet names
-//             neither, and nothing plans by the L2 of a Hopper
+//   H200      what its driver reports (cudaDeviceProp: 132 SMs, 62914560 bytes)
 //   RTX 5090  "NVIDIA RTX Blackwell GPU Architecture" (170 SMs); deviceQuery says 100663296 bytes
 constexpr KnownDevice kDevices[] = {
     {"a100",
@@ -46,7 +45,7 @@ constexpr KnownDevice kDevices[] = {
       .archs = {Arch::kSm80, Arch::kSm89, Arch::kSm90a},
       .processors = 132,
       .workspace_bytes_max = kWorkspace,
-      .l2_bytes = 50 * kMiB,
+      .l2_bytes = 60 * kMiB,
       .shared_bytes_per_block = 227 * kKiB,
       .shared_bytes_per_processor = 228 * kKiB,
       .threads_per_processor = 2048}},

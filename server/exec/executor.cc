@@ -355,6 +355,7 @@ absl::Status Executor::Admit(Pending& pending) {
     return full(Limit::kQueuePerSession, session->in_flight, " of this session");
   }
   in_flight_ += ops;
+  arriving_.fetch_add(ops, std::memory_order_relaxed);
   if (account != nullptr) account->in_flight += ops;
   if (session != nullptr) session->in_flight += ops;
   if (Lane* const lane = pending.lane.get(); lane != nullptr) {
@@ -452,6 +453,14 @@ void Executor::Submit(Submission submission) {
     report.split = plan.split;
     if (spdlog::should_log(spdlog::level::trace)) LogPlan(of.ops[i].problem, report);
   }
+  const auto ops = static_cast<std::int64_t>(of.ops.size());
+  TakePlace(pending);
+  arriving_.fetch_sub(ops, std::memory_order_release);
+}
+
+// Behind what came before it in its stream. It may be over when this returns.
+void Executor::TakePlace(const std::shared_ptr<Pending>& pending) {
+  const Submission& of = pending->submission;
   for (const SyncTarget& signal : of.signal) signal.timeline->Expect(signal.value);
   LeaveWaitsToDevice(*pending);
   if (pending->lane != nullptr && pending->timed()) {
@@ -779,7 +788,8 @@ bool Executor::AwaitIdle(std::chrono::milliseconds timeout) {
 
 std::uint32_t Executor::in_flight() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return static_cast<std::uint32_t>(in_flight_);
+  // What is over before it was counted as arrived is in neither number for a moment.
+  return static_cast<std::uint32_t>(std::max<std::int64_t>(0, in_flight_ - arriving_.load(std::memory_order_acquire)));
 }
 
 std::vector<BackendState> Executor::Backends() const {

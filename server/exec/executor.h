@@ -8,6 +8,7 @@
 // executor: the lane that they keep for it has streams on its devices.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -115,6 +116,8 @@ class Executor {
   // True once nothing is in flight; false after `timeout`. The last `done` may still be running.
   bool AwaitIdle(std::chrono::milliseconds timeout);
 
+  // Operations that have their place in their stream and are not over: what is submitted after one was seen here comes
+  // behind it.
   std::uint32_t in_flight() const;
   kernels::Backend default_backend() const { return default_backend_; }
   std::vector<BackendState> Backends() const;
@@ -143,6 +146,7 @@ class Executor {
   absl::StatusOr<Choice> TryServer(const Server& server, const Submission& submission) const;
   absl::StatusOr<planner::Plan> PlanOn(const Server& server, const BoundGemm& gemm) const;
   absl::Status Admit(Pending& pending);
+  void TakePlace(const std::shared_ptr<Pending>& pending);
   void Leave(Pending& pending, const absl::Status& status);
   void Watch(const std::shared_ptr<Lane>& lane);
   void LeaveWaitsToDevice(Pending& pending);
@@ -171,6 +175,7 @@ class Executor {
   mutable std::mutex mutex_;
   std::condition_variable idle_;
   std::int64_t in_flight_ = 0;
+  std::atomic<std::int64_t> arriving_{0};  // of in_flight_, operations that are being submitted
   bool accepting_ = true;
   std::vector<std::weak_ptr<Lane>> watched_lanes_;  // that Tick looks at
 };
