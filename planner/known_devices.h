@@ -13,6 +13,7 @@ struct KnownDevice {
   std::string_view name;  // such as h200
   std::string_view description;
   DeviceFacts facts;
+  std::string_view device;  // as its driver names it: what built-in rows are for
 };
 
 std::span<const KnownDevice> KnownDevices();

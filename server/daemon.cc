@@ -25,6 +25,7 @@
 #include "common/status_macros.h"
 #include "common/text.h"
 #include "kernels/catalog/gemm_catalog.h"
+#include "planner/builtin_rows.h"
 #include "planner/planner.h"
 #include "server/exec/devices.h"
 #include "server/exec/executor.h"
@@ -473,6 +474,9 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Start(const LoadedSettings& sett
   if (nvml != nullptr) opened.signatures.front().driver = nvml->driver_version();
   auto keeper = std::make_unique<RowsKeeper>(RowsDirectoryOf(settings.values), opened.signatures);
   planner.start.tier_ptr(planner::Tier::kInjected) = keeper->Load();
+  std::vector<std::string_view> devices;
+  for (const planner::DeviceSignature& signature : opened.signatures) devices.push_back(signature.device);
+  ASSIGN_OR_RETURN(planner.start.tier_ptr(planner::Tier::kBuiltin), planner::BuiltinRowsOf(devices));
   auto parts = std::make_unique<Parts>(settings, epoch, std::move(planner), std::move(keeper), std::move(opened),
                                        std::move(nvml), loss, restarts);
   RETURN_IF_ERROR(parts->Start());

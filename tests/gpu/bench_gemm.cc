@@ -1,6 +1,9 @@
 #include "tests/gpu/bench_gemm.h"
 
+#include <cuda_runtime_api.h>
+
 #include <cstring>
+#include <string_view>
 #include <utility>
 
 #include "common/float_codec.h"
@@ -8,6 +11,8 @@
 #include "kernels/catalog/gemm_catalog.h"
 #include "kernels/launch/gemm_addressable.h"
 #include "kernels/launch/gemm_launch.h"
+#include "planner/builtin_rows.h"
+#include "planner/gemm_planner.h"
 #include "tests/oracle/test_data.h"
 
 namespace tessera::gpu_test {
@@ -21,6 +26,19 @@ absl::StatusOr<std::unique_ptr<DeviceAllocation>> RandomMatrix(std::int64_t elem
   ASSIGN_OR_RETURN(std::unique_ptr<DeviceAllocation> memory, AllocatePlain(codes.size() * sizeof(codes[0])));
   RETURN_IF_ERROR(CopyIn(memory->data(), codes.data(), codes.size() * sizeof(codes[0])));
   return memory;
+}
+
+// As the daemon's, with the rows that the build has for this device.
+absl::StatusOr<planner::GemmPlanner> DevicePlanner() {
+  int device = 0;
+  cudaDeviceProp properties = {};
+  if (cudaGetDevice(&device) != cudaSuccess || cudaGetDeviceProperties(&properties, device) != cudaSuccess) {
+    return absl::InternalError("the device does not say its name");
+  }
+  const std::string_view names[] = {properties.name};
+  planner::PlannerConfig config;
+  ASSIGN_OR_RETURN(config.tier_ptr(planner::Tier::kBuiltin), planner::BuiltinRowsOf(names));
+  return planner::GemmPlanner(kernels::GemmVariants(), config);
 }
 
 }  // namespace
@@ -54,7 +72,9 @@ absl::StatusOr<planner::Plan> PlanOf(const kernels::GemmClass& gemm_class, const
                                         .n = params.n,
                                         .k = params.k,
                                         .addressable = kernels::AddressableBy(gemm_class, params)};
-  return planner::GemmPlanner(kernels::GemmVariants()).Decide(problem, facts);
+  static const absl::StatusOr<planner::GemmPlanner> planner = DevicePlanner();
+  RETURN_IF_ERROR(planner.status());
+  return planner->Decide(problem, facts);
 }
 
 absl::StatusOr<planner::Plan> PlanOf(const BenchGemm& gemm, const planner::DeviceFacts& facts) {

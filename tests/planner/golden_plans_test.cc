@@ -16,6 +16,7 @@
 #include "common/text.h"
 #include "kernels/gemm/gemm_params.h"
 #include "kernels/launch/gemm_addressable.h"
+#include "planner/builtin_rows.h"
 #include "planner/gemm_planner.h"
 #include "tests/planner/plan_checks.h"
 
@@ -147,7 +148,10 @@ class GoldenPlans : public ::testing::TestWithParam<KnownDevice> {
 
 TEST_P(GoldenPlans, AreThoseOfTheFile) {
   const KnownDevice& device = GetParam();
-  const GemmPlanner planner(GemmVariants());
+  const std::string_view names[] = {device.device};
+  PlannerConfig config;
+  config.tier_ptr(Tier::kBuiltin) = BuiltinRowsOf(names).value();
+  const GemmPlanner planner(GemmVariants(), config);
   std::string now = Header(device);
   std::set<std::string> questions;
   for (const Asked& asked : Problems(device.facts)) {
