@@ -27,8 +27,8 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr int kComputing = 4;
-constexpr int kChanges = 600;
+constexpr int kComputing = 16;
+constexpr int kChanges = 10'000;
 constexpr char kClass[] = "gemm.cpu.bf16_bf16.f32.fast.NT";
 constexpr std::array<const char*, 3> kRecipes = {"reference", "splitk_48x48x512", "blocked_96x96x256"};
 // K is more than one block of the recipe that splits it.
